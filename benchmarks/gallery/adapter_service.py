@@ -186,8 +186,8 @@ def peers() -> str:
         found = run_ranks(answers, ranks, kind)
         alone, beside, nan, later = found.values()
         reference = reference or beside
-        cells = [f"{alone['base']:,}"]
-        cells += [x if isinstance(x, str) else same(alone, x) for x in (beside, nan)]
+        cells = ["-" if isinstance(alone, str) else f"{alone['base']:,}"]
+        cells += [same(alone, x) for x in (beside, nan)]
         ok = isinstance(beside, dict)
         agree = ok and beside["a agrees"] and beside["b agrees"]
         cells += ["-" if not ok else "yes" if agree else "**no**", of_later(later)]
@@ -208,6 +208,9 @@ def of_later(case: Any) -> str:
 
 def same(alone: Any, case: Any) -> str:
     """Say whether an adapter has its bits of alone, or how far it is from them."""
+    for found in (alone, case):
+        if isinstance(found, str):
+            return found
     far = (alone["a"] - case["a"]).abs().max().item()
     return "yes" if torch.equal(alone["a"], case["a"]) else f"**no**: {far:.1e} off"
 

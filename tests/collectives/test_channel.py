@@ -19,6 +19,7 @@ from fzero.collectives import Performer, performer_of
 from fzero.errors import PhaseError
 from fzero.state.effects import Effect, Gather, Reduce, TakePart
 from fzero.state.protocol import Announcement, Begin, EndForward, Finish, Ready, Units, Use
+from fzero.state.rounds import Served
 from fzero.state.schedule import Program
 from tests.strategies import many
 
@@ -66,7 +67,7 @@ def joined(performer: Performer) -> tuple[Noted, int]:
 
 
 def begin(performer: Performer, number: int, text: str, program: Any, *, served: bool) -> None:
-    said = Announcement(text=text, place=(0, 0), program=Program(program), served=served)
+    said = Announcement(text=text, place=(0, 0), program=Program(program), served=Served(served))
     performer.send(Begin(number, said, sums=False))
 
 

@@ -29,6 +29,7 @@ from fzero.state.protocol import (
     Unpin,
     Use,
 )
+from fzero.state.rounds import Served
 from fzero.state.schedule import BACKWARD, FORWARD
 from tests.state.rank import Rank, Value
 from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, Sync, World
@@ -75,7 +76,9 @@ class Driver(Rank):
         if units.gathers:
             program = schedule.expected(self._schedule(model), *place)
         text = f"model {model}, {'in a window' if in_window else 'at once'}"
-        said = Announcement(text=text, place=place, program=program, served=self.world.served)
+        said = Announcement(
+            text=text, place=place, program=program, served=Served(self.world.served)
+        )
         silent = phase == BACKWARD and not units.gathers and self.world.served  # an engine
         self.bring.discard(model)
         if phase == BACKWARD and not silent:

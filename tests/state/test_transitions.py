@@ -54,6 +54,7 @@ from fzero.state.rounds import (
     Message,
     MessageKind,
     Round,
+    Served,
     What,
     as_code,
     row_of,
@@ -102,7 +103,7 @@ class One:
     ) -> list[Effect]:
         """Begin a phase, with the program of these events."""
         known = Program(events) if program else None
-        said = Announcement(text="pass", place=(0, phase), program=known, served=True)
+        said = Announcement(text="pass", place=(0, phase), program=known, served=Served.ALL)
         return self.send(Begin(1, said, **{"sums": True, **more}))
 
     @property
@@ -141,7 +142,7 @@ def test_a_forward_is_not_announced_where_all_units_are_pinned() -> None:
 @pytest.mark.parametrize("served", [False, True])
 def test_what_is_announced_says_whether_others_serve_it(served: bool) -> None:
     one = One(units(1))
-    said = Announcement(text="pass", place=(0, 0), program=Program((0,)), served=served)
+    said = Announcement(text="pass", place=(0, 0), program=Program((0,)), served=Served(served))
     one.send(Begin(1, said, sums=True))
     assert one.protocol.posted is not None
     assert one.protocol.posted.served == served
@@ -330,7 +331,7 @@ def test_a_backward_beside_another_pass_is_announced_at_its_end() -> None:
     one.protocol, _ = advance(one.protocol, Join(2, TWO_BUCKETS))
     program = backwards(2).events
     one.begin(*program)
-    said = Announcement(text="another", place=(0, 0), program=backwards(2), served=True)
+    said = Announcement(text="another", place=(0, 0), program=backwards(2), served=Served.ALL)
     one.send(SyncPoint())
     one.send(Begin(2, said, sums=True))
     assert one.begin(*program, phase=1) == []
@@ -362,7 +363,9 @@ def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:
     one.begin(*backwards(2).events)
     one.send(SyncPoint())
     for phase in (0, 1):
-        said = Announcement(text="another", place=(0, phase), program=backwards(2), served=True)
+        said = Announcement(
+            text="another", place=(0, phase), program=backwards(2), served=Served.ALL
+        )
         assert one.send(Begin(2, said, sums=True)) == []
     assert one.protocol.models[2].course.deferred
 
@@ -635,7 +638,7 @@ def test_a_bucket_that_a_rank_has_kept_is_reduced_before_a_pass_of_another_model
     one.begin(phase=1, program=False)
     one.is_answered = False
     assert one.send(Ready(1, 0)) == [Read(waits=False)]
-    said = Announcement(text="pass of 2", place=(0, 0), served=True)
+    said = Announcement(text="pass of 2", place=(0, 0), served=Served.ALL)
     effects = one.send(Begin(2, said, sums=True))
     assert [type(effect) for effect in effects] == [Read, Post, Read, Reduce, Post]
     assert one.course.due == ()
@@ -651,3 +654,13 @@ def test_a_rank_takes_part_in_a_gather_of_a_model_that_has_left() -> None:
     assert TakePart(1, 0, exact=True) in effects
     assert 1 not in one.protocol.models
     assert Receive(1) not in effects
+
+
+@pytest.mark.parametrize("served", [Served.ALL, Served.CALLS, Served.NOBODY])
+def test_who_goes_with_a_pass(served: Served) -> None:
+    """Calls of others are served by a pass of either kind, another pass by `ALL` alone."""
+    mine, call = [MessageKind.PASS, 1, 0, served], [MessageKind.CALL, 2, 0, Served.ALL]
+    assert Round([mine, call]).is_served is (served is not Served.NOBODY)
+    other = [MessageKind.PASS, 3, 0, served]
+    assert Round([mine, other, call]).is_served is (served is Served.ALL)
+    assert Round([mine, mine, call]).is_served is (served is not Served.NOBODY)

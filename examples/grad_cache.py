@@ -53,24 +53,18 @@ def whole_loss(apply: Callable[..., Tensor], batch: Pairs) -> Callable[[Any], Te
 def make_grad_cache(apply: Callable[..., Tensor]) -> Step:
     """Return a step that adds the gradient of the whole batch's loss."""
 
-    def surrogate(params: Any, chunk: Pairs, wanted: Tensor) -> Tensor:
-        # Its gradient is J(chunk)^T wanted: the chain rule, cut where the cache is.
-        return (apply(params, *chunk) * wanted).sum()
-
     def grad_cache(state: fzero.TrainState, chunks: Sequence[Pairs]) -> tuple[Any, Tensor]:
-        # 1. Embed every chunk without a graph. Stage 3 pays one more gather, and holds whole
-        #    parameters until `del`: see examples/README.md for what that costs.
-        params = fzero.full_params(state)
-        with torch.no_grad():
-            cache = torch.cat([apply(params, *chunk) for chunk in chunks])
-        del params
+        # 1. Embed every chunk. What is kept for each is its inputs: `remat` runs it again, with the
+        #    same dropout, when it is pulled. Without it activations are kept. Parameters never are.
+        embed = fzero.vjp(fzero.remat(apply), state)
+        embedded = [embed(*chunk) for chunk in chunks]
         # 2. The loss, once. On rank r this is d(sum_s L_s) / d(r's embeddings): the transpose of
-        #    all_gather sums what the losses of all ranks say about them. Nothing to rescale:
-        #    grad_and_reduce below takes the mean over ranks, as of any other gradient.
-        wanted, loss = torch.func.grad_and_value(info_nce)(cache)
-        # 3. Replay: N backward passes. In a window they are added up here and cross ranks once.
-        for chunk, part in zip(chunks, wanted.chunk(len(chunks)), strict=True):
-            state, _ = fzero.grad_and_reduce(surrogate, state)(chunk, part)
+        #    all_gather sums what the losses of all ranks say about them. Nothing to rescale: a
+        #    pull takes the mean over ranks, as grad_and_reduce does.
+        wanted, loss = torch.func.grad_and_value(info_nce)(torch.cat([out for out, _ in embedded]))
+        # 3. Pull it back, chunk by chunk. In a window gradients are added up, and cross ranks once.
+        for (_, pull), part in zip(embedded, wanted.chunk(len(chunks)), strict=True):
+            state = pull(state, part)
         return state, fzero.pmean(loss)
 
     return grad_cache

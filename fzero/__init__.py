@@ -83,6 +83,7 @@ from fzero.transforms import shard as shard
 from fzero.transforms import simulate as simulate
 from fzero.transforms import slots as slots
 from fzero.transforms import transform as transform
+from fzero.transforms import vjp as vjp
 from fzero.transforms.functionalize import functionalize as functionalize
 from fzero.transforms.logical_ranks import logical_mean as logical_mean
 

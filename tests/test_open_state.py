@@ -153,7 +153,7 @@ def test_each_exception_is_used() -> None:
 CHAPTERS = (
     *("transforms/weights", "transforms/compress", "transforms/offload", "transforms/remat"),
     *("transforms/evaluate", "transforms/full_params", "transforms/add"),
-    *("optim/_muon", "optim/matrix_rules", "optim/optax_pair"),
+    *("optim/_muon", "optim/matrix_rules", "transforms/vjp"),
 )
 """Features of which each is one chapter, and lines in the registries."""
 

@@ -221,7 +221,7 @@ class Engine:
         this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
         """
         self._driver.require_not_closed()
-        return self._driver.losses.scaled(loss, weight)
+        return self._driver.losses.differentiated(loss, weight)
 
     def scale_if_loss(self, x: Any) -> Any:
         """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""

@@ -92,7 +92,7 @@ class Losses:
         """No backward will follow."""
         close_scope(self.calls)
 
-    def scaled(self, loss: Any, weight: Weight | None = None) -> Tensor:
+    def differentiated(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return the loss that is differentiated, in a backward made on all ranks alike.
 
         A call of all ranks if collectives were called that connect their losses.
@@ -247,11 +247,11 @@ class Losses:
         own = of_call if mark.weight is None else mark.weight
         earlier = self._mark if task == self._task else None
         before = own if earlier is None else earlier.weight
-        weights = [own, of_call if before is None else before]
+        given_too = [own, of_call if before is None else before]
         if of_call is not None:
-            weights.append(of_call)
+            given_too.append(of_call)
         several = earlier is not None and earlier is not mark and mark.weight is not None
-        if several or any(one is not own and not _is_same(one, own) for one in weights):
+        if several or any(one is not own and not _is_same(one, own) for one in given_too):
             raise PhaseError(_UNLIKE)
         self._task, self._mark = task, mark
         if mark.factor is not None:

@@ -87,6 +87,7 @@ class Performer:
         axis: the ranks, for rounds.
         data: the same, for gathers and reductions; see `over`.
         rounds: how many were posted.
+        pulls: forwards of `vjp` since the last update or error, by the layouts of the states.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -95,6 +96,7 @@ class Performer:
         self._parties: dict[int, weakref.ref[Any]] = {}
         self._running: dict[int, Any] = {}  # those in a pass live until it is over
         self._joined = 0
+        self.pulls: dict[Any, int] = {}
 
     def over(self, axis: Axis) -> Axis:
         """Return the axis that gathers and reductions of the states on `axis` go over.
@@ -215,6 +217,8 @@ class Performer:
         before = self.protocol
         self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)
+        if self.protocol.known and not before.known:
+            self.pulls.clear()  # ranks that raised have made other forwards
         if self.protocol.running is not before.running or isinstance(event, _DEFERRING):
             self._running = {number: self._party(number) for number in self.protocol.under_way}
 

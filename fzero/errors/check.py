@@ -89,7 +89,8 @@ def called_as(
             except TypeError as error:  # of the binding, not of the function itself
                 if args and not of_module:
                     refuse_module(this, args[0])
-                unknown = [key for key in more if key not in signature.parameters]
+                takes_any = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
+                unknown = [key for key in more if key not in signature.parameters and not takes_any]
                 if unknown:
                     known = signature.parameters
                     raise unknown_option(this, unknown[0], known, usage) from None

@@ -273,7 +273,7 @@ class LazyParam(Memoryless):
     @property
     def _held(self) -> str:
         if self.codec is None:
-            return "this rank has only a shard of it"
+            return getattr(self.reader, "has", "it is traced")
         return f"it is stored encoded, by {self.codec}"
 
     def _not_here(self, verb: str) -> LayoutError:

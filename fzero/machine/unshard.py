@@ -40,6 +40,7 @@ class Gatherer:
 
     Groups are numbered over all the states of a pass, in order; so are units.
 
+    has: what a rank has of a leaf, for errors.
     line: a `ProtocolClient`, or what decides in its place when a unit is gathered and freed.
     on_gathered: is told of the full flat of each group. on_written: which units a block wrote.
 
@@ -51,6 +52,8 @@ class Gatherer:
         writable: how many blocks write to a unit now.
         refused: how many writes were refused.
     """
+
+    has = "this rank has only a shard of it"
 
     def __init__(
         self,
@@ -80,6 +83,15 @@ class Gatherer:
     def changed(self) -> None:
         """Count a change of the parameters: views of earlier values are stale."""
         self.changes += 1
+
+    def rest(self) -> None:
+        """Let go of all values and shards; a read raises until this goes on."""
+        self.groups = [one._replace(shard=one.shard.new_empty(0)) for one in self.groups]
+        self.held.clear()
+
+    def go_on(self, line: Any, on_gathered: Callable[[int, Tensor], None] | None) -> None:
+        """Read by another line from now on: `hold_shards` comes first."""
+        self.line, self._on_gathered = line, on_gathered
 
     # What placeholders call.
 
@@ -407,13 +419,13 @@ class ProtocolClient:
         self.send(Changed(self.number))
 
 
-# Encoded leaves that a rank holds whole: nothing is gathered, and each read decodes.
+# Leaves that a rank holds whole: nothing is gathered, and each read decodes those that are encoded.
 #
 # placeholder read by a kernel -> HeldReader.leaf -> decoded, for as long as the kernel wants it
 
 
 class HeldReader:
-    """Behind the placeholders of encoded leaves where no rank has a part of them alone.
+    """Behind the placeholders of leaves of which no rank has a part alone.
 
     Attributes:
         flats: what this rank holds of each group now.
@@ -422,6 +434,7 @@ class HeldReader:
     """
 
     changes = 0  # nothing is kept that could be stale
+    has = "this rank has it where its state has it"
 
     def __init__(
         self, layout: Layout, axis: Axis, device: torch.device, flats: Sequence[Tensor]
@@ -437,7 +450,7 @@ class HeldReader:
     # What placeholders call.
 
     def leaf(self, group: int, position: int) -> Tensor:
-        """Return one leaf, decoded."""
+        """Return one leaf, decoded if it is encoded."""
         leaf, row = self._stored(group, position)
         return leaf.of(to_device(row, self.device))
 
@@ -456,9 +469,9 @@ class HeldReader:
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Refuse: a loss is pure."""
         self.refused += 1
+        encoded = "is stored encoded, and " if placeholder.codec is not None else ""
         raise LayoutError(
-            f"{placeholder!r} is written in place ({func}); it is stored encoded, and a loss only "
-            "reads it.",
+            f"{placeholder!r} {encoded}is written in place ({func}): a loss only reads it.",
             cause="an in-place method (add_, copy_, ...) on a parameter that a loss was given.",
             fix="clone it first: losses are pure. fzero.init makes a state of other values.",
         )

@@ -55,6 +55,7 @@ from fzero.state.rounds import (
     Message,
     MessageKind,
     Round,
+    Served,
     What,
     asking,
 )
@@ -71,13 +72,13 @@ class Announcement:
         text: what must be equal on all ranks for their phases to go together.
         place: which pass since the update, and which phase of it.
         program: what the phase is expected to do; None if nothing was recorded.
-        served: ranks that make a call meanwhile take part in it.
+        served: who takes part in it meanwhile.
     """
 
     text: str
     place: Place
     program: Program | None = None
-    served: bool = False
+    served: Served = Served.NOBODY
 
 
 class ProtocolEvent:

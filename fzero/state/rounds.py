@@ -50,6 +50,14 @@ class Asked(NamedTuple):
     unit: int
 
 
+class Served(IntEnum):
+    """Who takes part in a pass of this rank without being in the same pass."""
+
+    NOBODY = 0  # all ranks announce the same
+    ALL = 1  # ranks that make a call, or are in another pass of theirs
+    CALLS = 2  # ranks that make a call; those in a pass are in this one
+
+
 class Message(NamedTuple):
     """What one rank says in one round.
 
@@ -58,7 +66,7 @@ class Message(NamedTuple):
         text: what is announced: equal texts go together.
         hint: stands for the order of collectives that the rank expects; of DONE: `ASKED` if this
             rank has asked for any, `BROUGHT` if its pass may have brought gradients.
-        served: ranks that make a call take part in this pass.
+        served: who takes part in this pass.
         codes: the values of a call, or what is asked for: the first of it, as much as a row of
             numbers has room for.
     """
@@ -66,7 +74,7 @@ class Message(NamedTuple):
     kind: MessageKind
     text: str = ""
     hint: int = 0
-    served: bool = True
+    served: Served = Served.ALL
     codes: tuple[int, ...] = ()
 
 
@@ -121,7 +129,7 @@ class Round:
         failed: the ranks that raised.
         is_same: whether the announcements of all ranks are compatible.
         is_in_order: whether all ranks expect the same order of collectives.
-        is_served: whether ranks that make a call take part in the pass of every other.
+        is_served: whether all ranks take part in the pass of every other.
         asked: the collectives that ranks ask for, each once, in one order.
         values: the numbers that each rank gives with its call, in rank order.
         is_over: whether no rank is in a pass any more.
@@ -138,7 +146,11 @@ class Round:
         self.failed = [r for r, row in enumerate(said) if row.kind is MessageKind.FAILED]
         self.is_same = len({row.digest for row in said}) == 1
         self.is_in_order = len({row.hint for row in said}) == 1
-        self.is_served = all(row.served for row in said)
+        served = {row.served for row in said}
+        passes = {row.digest for row in said if row.kind is MessageKind.PASS}
+        self.is_served = Served.NOBODY not in served and (
+            Served.CALLS not in served or len(passes) < 2
+        )
         asks = {code for row in said if row.kind is MessageKind.ASK for code in row.codes}
         self.asked = [as_asked(code) for code in sorted(asks)]
         self.values = tuple([row.codes for row in said])

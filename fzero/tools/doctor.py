@@ -426,7 +426,7 @@ def environment() -> dict[str, Any]:
     kind = accelerator()
     count = 0 if kind is None else torch.accelerator.device_count()
     properties = getattr(kind and torch.get_device_module(kind), "get_device_properties", None)
-    devices = [properties(index) for index in range(count)] if properties else []
+    devices = [properties(index) if properties else None for index in range(count)]
     launched = dist.is_torchelastic_launched()
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
@@ -442,11 +442,11 @@ def environment() -> dict[str, Any]:
         },
         "gpus": [
             {
-                "name": device.name,
+                "name": getattr(device, "name", f"{kind}:{index}"),
                 "capability": f"{device.major}.{device.minor}" if kind == "cuda" else None,
-                "memory_bytes": device.total_memory,
+                "memory_bytes": getattr(device, "total_memory", None),
             }
-            for device in devices
+            for index, device in enumerate(devices)
         ],
         "nccl": ".".join(map(str, nccl.version())) if "nccl" in there and kind == "cuda" else None,
         "torchrun": {name: os.environ.get(name) for name in LAUNCHER} if launched else None,
@@ -474,6 +474,7 @@ def environment_text(report: dict[str, Any]) -> str:
             facts = (
                 f"memory {one / 2**30:.1f} GiB" if key == "memory_bytes" else f"{key} {words(one)}"
                 for key, one in value.items()
+                if one is not None
             )
             return ", ".join(facts) or "none"
         if isinstance(value, list):

@@ -33,3 +33,5 @@ from fzero.transforms.shard import shard as shard
 from fzero.transforms.simulate import simulate as simulate
 from fzero.transforms.state_entries import check_replicas as check_replicas
 from fzero.transforms.update import apply_gradients as apply_gradients
+from fzero.transforms.vjp import Pull as Pull
+from fzero.transforms.vjp import vjp as vjp

@@ -18,7 +18,7 @@ from fzero.errors.check import called_as, is_count, require
 from fzero.options import OPTIONS, takes
 from fzero.state import NAMESPACE, TrainState, progress
 from fzero.state.batch import Parts, is_array, opened, with_children
-from fzero.transforms.backward_pass import agree, reduce_agreed
+from fzero.transforms.backward_pass import agree, reduce_agreed, serving_pulls
 from fzero.transforms.donation import check_alive
 from fzero.transforms.models import S, call_of_states, flatten_states, is_state, map_states
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
@@ -501,7 +501,8 @@ def _close(tree: S) -> S:
     """
     states, treespec = flatten_states("coalesce", tree)
     if not all(one.window.is_settled and not one.window.pending.held for one in states):
-        said = agree(call_of_states("the end of coalesce", treespec), states)
+        with serving_pulls(states):
+            said = agree(call_of_states("the end of coalesce", treespec), states)
         states = [
             reduce_agreed(one, all_say) if all_say.waits else one
             for one, all_say in zip(states, said, strict=True)

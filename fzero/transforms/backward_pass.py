@@ -9,7 +9,7 @@ Both drivers use it: a functional step makes one for each gradient call, an engi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -44,7 +44,7 @@ from fzero.state.effects import (
     Wait,
     WaitForReductions,
 )
-from fzero.state.layout import from_bits
+from fzero.state.layout import Layout, from_bits
 from fzero.state.protocol import (
     Announcement,
     Begin,
@@ -58,7 +58,7 @@ from fzero.state.protocol import (
     Units,
     Unpin,
 )
-from fzero.state.rounds import CODES
+from fzero.state.rounds import CODES, Served
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
     accumulated,
@@ -74,11 +74,12 @@ from fzero.transforms.recipe import BUILTINS, facts, parts_in, recipe_of
 
 
 def passes_of(
-    states: Sequence[TrainState], form: PassForm
+    states: Sequence[TrainState], form: PassForm, before: Sequence[Pass] = ()
 ) -> tuple[list[Pass], list[tuple[int, int]]]:
     """One pass for each set of ranks; and for each state its pass, and its place in it.
 
-    form: of each, with the number of one that runs inside of no other.
+    form: of each, with the number of one that runs inside of no other. before: passes over the same
+    parameters, whose placeholders these go on with.
     """
     performers = [performer_of(state.setup.axis) for state in states]
     # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
@@ -94,10 +95,10 @@ def passes_of(
         places.append((list(by_ranks).index(performer), len(by_ranks[performer])))
         by_ranks[performer].append(state)
     made, first = list[Pass](), form.number
-    for performer, some in by_ranks.items():
+    for i, (performer, some) in enumerate(by_ranks.items()):
         known = () if performer is None else performer.protocol.models
         number = first + sum(first <= other < 2 * first for other in known)
-        made.append(Pass(replace(form, number=number), some))
+        made.append(Pass(replace(form, number=number), some, before=before[i] if before else None))
     return made, places
 
 
@@ -110,7 +111,7 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
     for i, group in enumerate(layout.groups):
         if state.setup.gathers_by_unit:
             tensors: Sequence[Tensor] = placeholders(one.gatherer, groups[i])
-        elif (held := one.held[number]) is not None and group.encoded:
+        elif (held := one.held[number]) is not None and (group.encoded or one.form.lazy):
             tensors = placeholders(held, i)
         else:
             # Else torch's refusal of a write would speak of the split that made the view.
@@ -126,6 +127,7 @@ class Pass:
 
     on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
     drop_raised: drops a backward that raised without a word.
+    before: a pass that rests, whose placeholders are read from this one.
     held: of each state what reads encoded leaves that are not gathered.
     parts: what acts in its backwards, from the outside in: nothing for plain states.
     """
@@ -137,6 +139,7 @@ class Pass:
         *,
         on_written: Callable[[Sequence[int]], None] | None = None,
         drop_raised: Callable[[], None] = lambda: None,
+        before: Pass | None = None,
     ) -> None:
         self.form, self.states, self.drop_raised = form, list(states), drop_raised
         axis = states[0].setup.axis
@@ -146,15 +149,24 @@ class Pass:
         # The full values of units; the gradients of leaves; what is behind the placeholders.
         looks = [on_gathered for one in states for on_gathered in recipe_of(one).gathered]
         looks = [looks[0](states, weakref.ref(self))] if looks else [None]
-        self.gatherer = Gatherer(table, self.client, looks[0], on_written)
         self.reducer = Reducer(reductions, [one.device for one in states], self.client.ready)
-        kind = HeldReader if on_written is None else WritableReader
-        self.held = [
-            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
-            if any(group.encoded for group in one.setup.layout.groups)
-            else None
-            for one in states
-        ]
+        self._known = dict[Any, Any]() if before is None else before.learned
+        self.learned: Mapping[Any, Any] = {}
+        if before is not None:
+            self.gatherer, self.held = before.gatherer, before.held
+            self.gatherer.go_on(self.client, looks[0])
+            for reader, one in zip(self.held, states, strict=True):
+                if reader is not None:
+                    reader.hold_now(one.params.flats)
+        else:
+            self.gatherer = Gatherer(table, self.client, looks[0], on_written)
+            kind = HeldReader if on_written is None else WritableReader
+            self.held = [
+                kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
+                if form.lazy or any(group.encoded for group in one.setup.layout.groups)
+                else None
+                for one in states
+            ]
         self.parts: dict[str, CallPart] = parts_in(self.states, self.reducer, {})
         self._changes: list[list[Changed]] = [[] for _ in states]
         adopted: tuple[int, ...] = ()
@@ -198,6 +210,14 @@ class Pass:
     def close(self) -> None:
         """No pass will follow."""
         self.client.leave()
+
+    def rest(self) -> None:
+        """Let go of the states, and of all values: what is left is read by a pass that goes on."""
+        self.states, self.parts = [], {}
+        self.gatherer.rest()
+        for reader in self.held:
+            if reader is not None:
+                reader.hold_now(())
 
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
@@ -422,7 +442,7 @@ class Pass:
                 text="\n".join([*lines, *[said] * bool(said)]),
                 place=(index, phase),
                 program=program,
-                served=form.served and not dropped,
+                served=Served.NOBODY if dropped else form.served,
             ),
             sums=crosses and not all(in_window),
             stays=owner.setup.gathering.reshard_after_forward == "window" and in_window[self.owner],
@@ -435,7 +455,8 @@ class Pass:
             return
         record, owner = self.client.record, self.states[self.owner]
         known = owner.schedule
-        for (index, phase), program in record.course.learned.items():
+        self.learned = record.course.learned
+        for (index, phase), program in {**self._known, **self.learned}.items():
             known = schedule.with_program(known, index, phase, program)
         if known is not owner.schedule:
             self.put(self.owner, owner.replace(schedule=known))
@@ -487,18 +508,21 @@ class PassForm:
     Attributes:
         name: what the other ranks are told that runs.
         number: of the model among those of the ranks.
-        served: ranks that make a call while others are in this pass take part in it (stage 3).
+        served: who takes part in it without being in it.
         uses: note which leaves get a gradient; else all count as used.
         exact: values are gathered exactly, also in a forward.
         carries: what a window keeps goes with the state, to the next pass of the window.
+        lazy: what this rank holds whole is read by placeholders, too: no graph keeps any of it, nor
+            a cast of it by autocast.
     """
 
     name: str
     number: int
-    served: bool = False
+    served: Served = Served.NOBODY
     uses: bool = False
     exact: bool = False
     carries: bool = False
+    lazy: bool = False
 
 
 def functional_of(states: Sequence[TrainState], name: str) -> PassForm:
@@ -506,14 +530,65 @@ def functional_of(states: Sequence[TrainState], name: str) -> PassForm:
 
     Where ranks carry several logical ranks of these states, some make more passes than others.
     """
-    served = any(one.setup.carries_several for one in states)
+    several = any(one.setup.carries_several for one in states)
+    served = Served.ALL if several else Served.NOBODY
     return PassForm(name=name, number=FUNCTIONAL, carries=True, served=served)
 
 
 def of_engine(number: int) -> PassForm:
     """Return the form of an engine's passes."""
     name = f"a forward or backward of engine {number}"
-    return PassForm(name=name, number=number, served=True, uses=True)
+    return PassForm(name=name, number=number, served=Served.ALL, uses=True)
+
+
+# Pulls of `vjp`: backwards of forwards that the ranks have made before, and may leave out.
+
+
+def pull_of(states: Sequence[TrainState], name: str) -> PassForm:
+    """Return the form of a pull; ranks that go on to a call without it give zeros."""
+    return replace(functional_of(states, name), served=Served.CALLS)
+
+
+def expect_pulls(states: Sequence[TrainState]) -> int:
+    """Note a forward, which every rank makes; return how many the states had since their update."""
+    number = 0
+    for performer, key in _keys(states).items():
+        number = performer.pulls[key] = performer.pulls.get(key, 0) + 1
+    for axis in dict.fromkeys(state.setup.axis for state in states):
+        tell_at_next_round(next(one for one in states if one.setup.axis == axis), "vjp")
+    return number
+
+
+@contextmanager
+def serving_pulls(
+    states: Sequence[TrainState], *, ends: bool = False
+) -> Iterator[Callable[[], Sequence[TrainState]] | None]:
+    """Take part, in this block, in pulls that other ranks make before they come to its call.
+
+    ends: no pull comes after it, for the states are updated. Yields what returns the states, which
+    change by what is served; None where no pull can come.
+    """
+    keys = _keys(states)
+    serves = bool(keys) and all(one.pulls and key in one.pulls for one, key in keys.items())
+    passes, places = passes_of(states, pull_of(states, "pull")) if serves else ([], [])
+    try:
+        yield (lambda: [passes[number].states[i] for number, i in places]) if serves else None
+    finally:
+        for one in passes:
+            one.close()
+        for performer, layouts in keys.items():
+            for key in [*performer.pulls] if ends else ():
+                if not set(key).isdisjoint(layouts):
+                    del performer.pulls[key]
+
+
+def _keys(states: Sequence[TrainState]) -> dict[Performer, tuple[Layout, ...]]:
+    """Return which states are on the ranks of each performer, by their layouts."""
+    keys: dict[Performer, tuple[Layout, ...]] = {}
+    for state in states:
+        if (performer := performer_of(state.setup.axis)) is not None:
+            keys[performer] = (*keys.get(performer, ()), state.setup.layout)
+    return keys
 
 
 # What all ranks say before they go on together with some states: one round, for both drivers.

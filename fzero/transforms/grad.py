@@ -6,14 +6,11 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Concatenate, overload
 
 import optree
-import torch
-from torch import Tensor
 
-from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
 from fzero.context.modes import (
     computed_in,
     explains_inference,
@@ -21,34 +18,27 @@ from fzero.context.modes import (
     require_autograd,
     wants_graph,
 )
-from fzero.errors import AxisError, LayoutError, PhaseError, explain
+from fzero.errors import LayoutError
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.partition import assemble
 from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
-from fzero.ranks.mesh import MetInLoss, running_on
+from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
 from fzero.state.progress import CLOSED
-from fzero.state.train_state import GivenCall, Weight, weighed, with_weight
+from fzero.state.train_state import GivenCall, Weight
 from fzero.transforms.accumulate import InAxes
 from fzero.transforms.autograd import (
-    WROTE,
     GradientCall,
     Result,
     detached,
-    explains_writes,
     grad_by_func,
     loss_and_aux,
-    versions_of,
 )
 from fzero.transforms.backward_pass import (
-    Pass,
     functional_of,
-    leaves_in_pass,
-    passes_of,
     raises_together,
 )
-from fzero.transforms.closure import backward_of
 from fzero.transforms.donation import check_alive, returned
+from fzero.transforms.forward import Forward, learns_nothing
 from fzero.transforms.logical_rank import require_own_backward
 from fzero.transforms.logical_ranks import (
     EachWeight,
@@ -66,7 +56,7 @@ from fzero.transforms.models import (
     is_state,
 )
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.recipe import begun, called, factors_of, loss_learned, recipe_of
+from fzero.transforms.recipe import begun, called
 
 
 @overload
@@ -234,137 +224,15 @@ def grad_and_reduce(
 def _by_autograd(
     call: GradientCall, states: Sequence[TrainState]
 ) -> tuple[list[TrainState], Result]:
-    if len(states) > 1:
-        _require_one_gathers(states)
-    passes, places = passes_of(states, functional_of(states, call.name))
-    flats = [x for state in states for x in state.window.gathered or state.params.flats]
-    versions = versions_of(flats)
-    in_forward, tokens = True, list[Tensor]()
-    before = 0 if call.weight is None else connecting_calls()
-    try:
-        for one in passes:
-            one.begin_forward()
-        made = list[dict[int, Tensor]]()  # of each state, by index: what is differentiated by
-        params = list[Any]()
-        with torch.enable_grad():
-            for number, position in places:
-                one, by_leaf = passes[number], leaves_in_pass(passes[number], position)
-                state = one.states[position]
-                learn = [i for i, x in enumerate(state.setup.layout.leaves) if x.trainable]
-                made.append({i: by_leaf[i].requires_grad_() for i in learn})
-                for looks in recipe_of(state).leaves:
-                    looks(state, made[-1])
-                params.append(assemble(state.setup.layout, by_leaf))
-            with explains_writes(params), connecting() as calls:
-                loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
-                learned = loss_learned(states, loss)
-        in_forward = False
-        how = None
-        if call.weight is not None:
-            how = weighed(loss, call.weight, connected=connecting_calls() > before)
-        for one in passes:
-            for part in one.parts.values():
-                part.loss(loss, call.weight)
-            one.end_forward()
-        if calls.tokens:
-            with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
-                tokens = shared([learned], calls.tokens).ties
-                learned = tied_to(learned, tokens) if tokens else learned
-        for one in passes:
-            one.begin_backward(weighed=how)
-        by, rest = factors_of(states)
-        by = by if how is None else with_weight(by, how)
-        for leaves, (number, position), factor in zip(made, places, rest, strict=True):
-            for index, leaf in leaves.items():
-                leaf.grad = None  # what a backward inside of the loss has left
-                if factor is not None:
-                    leaf.register_hook(partial(_times, factor))
-                on_gradient = partial(passes[number].on_gradient, position, index)
-                leaf.register_post_accumulate_grad_hook(on_gradient)
-        if versions_of(flats) != versions:
-            raise PhaseError(WROTE)
-        learning = any(made)
-        _backward(learned, by, passes, learning=learning and not tokens)
-        value, aux = detached((loss, aux), states)
-        result = Result(grads=(), value=value, aux=aux)
-        new = [one.finish() for one in passes]
-    except MetInLoss as met:
-        _end_forward_of(met, passes, in_forward=in_forward)
-        raise
-    except BaseException as error:
-        for one in passes:
-            one.fail(error)
-        if isinstance(error, RuntimeError) and versions_of(flats) != versions:
-            raise PhaseError(WROTE) from error
-        raise
-    finally:
-        for one in passes:
-            one.close()
-    return [new[number][position] for number, position in places], result
-
-
-def _times(factor: Tensor, gradient: Tensor) -> Tensor:
-    return gradient * factor.to(gradient.dtype)
-
-
-def _end_forward_of(met: MetInLoss, passes: Sequence[Pass], *, in_forward: bool) -> None:
-    """End a forward in which the loss has met a collective, together with all ranks.
-
-    Raises the error of the collective in a backward, of which gradients may be reduced already.
-    """
-    try:
-        if not in_forward:
-            raise met.error
-        for one in passes:
-            one.end_forward()
-            one.finish_forward()
-    except BaseException as error:
-        for one in passes:
-            one.fail(error)
-        raise
-
-
-def _backward(loss: Tensor, by: Tensor | None, passes: Sequence[Pass], *, learning: bool) -> None:
-    """Run the backward of a loss, times `by`; warn, or raise, where nothing can learn by it.
-
-    learning: whether the states have leaves to differentiate by.
-    """
-    if loss.requires_grad:
-        with backward_of(loss):
-            torch.autograd.backward(loss, None if by is None else by.to(loss))
-        if learning and not any(one.reducer.received for one in passes):
-            warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5 + MADE_FRAMES)
-    elif learning:
-        warnings.warn(_DETACHED, UserWarning, stacklevel=5 + MADE_FRAMES)
-    else:  # a leaf outside of the states would have made the loss require grad
-        raise learns_nothing("grad_and_reduce")
-
-
-def _require_one_gathers(states: Sequence[TrainState]) -> None:
-    gathering = [one.setup.axis for one in states if one.setup.gathers_by_unit]
-    if len(set(gathering)) < 2:
-        return
-    by_ranks = {performer_of(axis): axis for axis in reversed(gathering)}
-    if len(by_ranks) > 1:
-        last, first, *_ = by_ranks.values()
-        raise AxisError(
-            f"states of stage 3 on {first} and on {last} under one loss.",
-            cause="models that are sharded over other groups of ranks.",
-            fix="make all but one of them at stages 0 to 2, or on the same mesh.",
+    run = Forward(states, functional_of(states, call.name))
+    with run.in_step():
+        loss, aux = run.forward(
+            lambda params: loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
         )
-
-
-_BY_NOTHING = explain(
-    "the loss requires grad, and by no parameter of the state: its gradient is zero.",
-    cause="a loss that calls the module itself, model(x), in the place of apply(params, x).",
-    fix="use the `params` that the loss is given.",
-)
-
-_DETACHED = explain(
-    "the loss requires no grad: its gradient is zero for every parameter.",
-    cause="a loss that was detached, computed under no_grad, or made of numbers only.",
-    fix="return the loss as the `params` that it is given made it; loss.detach() belongs outside.",
-)
+        if text := run.backward(loss, call.weight):
+            warnings.warn(text, UserWarning, stacklevel=4 + MADE_FRAMES)
+        value, aux = detached((loss, aux), states)
+        return run.finish(), Result(grads=(), value=value, aux=aux)
 
 
 # States that a loss only reads: nothing of them is differentiated, reduced or counted.
@@ -412,18 +280,6 @@ def require_learner(states: Sequence[TrainState], name: str) -> None:
     """Raise `LayoutError` if no leaf of any of the states learns: there is no gradient then."""
     if not any(state.setup.layout.trainable for state in states):
         raise learns_nothing(name)
-
-
-def learns_nothing(name: str) -> LayoutError:
-    """Return the error of a call about gradients of states all of whose leaves are frozen."""
-    return LayoutError(
-        f"{name}: no leaf of the state learns, so it has no gradients.",
-        cause="a state that was made with fzero.optim.no_optimizer() is only read; or every leaf "
-        "is frozen (trainable=, requires_grad=False, wrt=).",
-        fix="to read it use fzero.evaluate(fn, state)(x), or one loss of a pytree of states, of "
-        "which others learn. For gradients of a model that is never updated (SAM, "
-        "meta-gradients) make it with fzero.optim.sgd(0.0), which keeps no moments.",
-    )
 
 
 def as_read(state: TrainState) -> TrainState:

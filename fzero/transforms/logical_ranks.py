@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import optree
@@ -245,37 +246,13 @@ def call_logical_ranks(
     assert logical is not None
     ranks = setup.carried(setup.axis.rank)
 
-    def drawn(place: int) -> AbstractContextManager[None]:
-        return generators_of(
-            logical.seed,
-            update=int(first.step),
-            call=first.progress.backwards,
-            logical_rank=ranks[place],
-            device=first.device,
-        )
-
-    def alone(place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
-        runs = Runs.FIRST_IN_TURN if several else Runs.IN_TURN
-        with carrying(Carried(logical.ranks, ranks, ranks[place], runs)), drawn(place):
-            return call(place, states)
-
-    def all_come(how: str) -> None:
-        """Wait for all ranks: this one serves the gathers of those that carry more."""
-        serves = several and any(one.setup.gathers_by_unit for one in states)
-        form = functional_of(states, "grad_and_reduce")
-        serving = passes_of(states, form)[0] if serves else []
-        try:
-            agree(f"grad_and_reduce of logical ranks, {how}", states)
-        finally:
-            for one in serving:
-                one.close()
-
     rows, results = [Rows(one) for one in states] if several else [], list[Result]()
     new = list[TrainState]()
     with raises_together(setup.axis):
         try:
             for place in range(len(ranks)):
-                made, result = alone(place, [one.view(place) for one in rows] or states)
+                with in_turn(first, place):
+                    made, result = call(place, [one.view(place) for one in rows] or states)
                 results.append(result)
                 for row, view in zip(rows, made, strict=False):
                     row.end(place, row.took(place, 0, view))
@@ -286,15 +263,50 @@ def call_logical_ranks(
                 raise
             rows, results = [], []  # what they held is free
         if several and not rows:
-            rows, results = _all_at_once(call, states, setup, drawn)
+            rows, results = _all_at_once(call, states, setup, partial(_drawn, first))
     if several or any(one.window.is_open for one in states):
-        all_come("which are several on some ranks" if several else "in a window")
+        all_come("which are several on some ranks" if several else "in a window", states)
     known = [torch.as_tensor(w, dtype=torch.float64) for w in weights if w is not None]
     values = torch.stack([one.value for one in results])
     by = torch.stack([w.to(values.device) for w in known]) if known else None
     value = _mean(values, setup.axis, logical.ranks, by)
-    joined = Result(grads=(), value=value, aux=_stacked([one.aux for one in results]))
+    joined = Result(grads=(), value=value, aux=stacked([one.aux for one in results]))
     return [one.made(1) for one in rows] if several else new, joined
+
+
+@contextmanager
+def in_turn(state: TrainState, place: int) -> Iterator[None]:
+    """In this block one logical rank of this rank runs, with its own generators; others wait."""
+    logical, ranks = state.setup.logical, state.setup.carried(state.setup.axis.rank)
+    assert logical is not None
+    runs = Runs.FIRST_IN_TURN if state.setup.carries_several else Runs.IN_TURN
+    carried = Carried(logical.ranks, ranks, ranks[place], runs)
+    with carrying(carried), _drawn(state, ranks[place]):
+        yield
+
+
+def _drawn(state: TrainState, logical_rank: int) -> AbstractContextManager[None]:
+    """Return a block with the generators of a logical rank in the next call."""
+    assert state.setup.logical is not None
+    return generators_of(
+        state.setup.logical.seed,
+        update=int(state.step),
+        call=state.progress.backwards,
+        logical_rank=logical_rank,
+        device=state.device,
+    )
+
+
+def all_come(how: str, states: Sequence[TrainState]) -> None:
+    """Wait for all ranks: this one serves the gathers of those that carry more."""
+    gathers = any(one.setup.gathers_by_unit and one.setup.carries_several for one in states)
+    form = functional_of(states, "grad_and_reduce")
+    serving = passes_of(states, form)[0] if gathers else []
+    try:
+        agree(f"grad_and_reduce of logical ranks, {how}", states)
+    finally:
+        for one in serving:
+            one.close()
 
 
 def _all_at_once(
@@ -312,7 +324,7 @@ def _all_at_once(
 
     def run(place: int) -> tuple[list[TrainState], Result]:
         pairs = zip(every[place], fulls, strict=True)
-        with drawn(place):
+        with drawn(ranks[place]):
             return call(place, [_whole(view, some) for view, some in pairs])
 
     carried = Carried(setup.logical.ranks, ranks)
@@ -603,7 +615,7 @@ def _mean(rows: Tensor, axis: Axis, places: int, weights: Tensor | None = None) 
     return torch.where(same, first, mean).to(rows.dtype).reshape(rows.shape[1:])
 
 
-def _stacked(auxes: Sequence[Any]) -> Any:
+def stacked(auxes: Sequence[Any], name: str = "grad_and_reduce") -> Any:
     """Return what the losses of logical ranks gave beside their values, with a first dim of them.
 
     Numbers become tensors; what is neither must be equal.
@@ -611,14 +623,14 @@ def _stacked(auxes: Sequence[Any]) -> Any:
     specs = [optree.tree_structure(aux, namespace=NAMESPACE) for aux in auxes]
     if any(spec != specs[0] for spec in specs):
         raise LayoutError(
-            "grad_and_reduce: the losses of two logical ranks gave aux of other structures.",
+            f"{name}: two logical ranks gave aux of other structures.",
             cause="aux that depends on the data.",
             fix="return the same structure each time.",
         )
-    return optree.tree_map(_stacked_leaf, *auxes, namespace=NAMESPACE)
+    return optree.tree_map(partial(_stacked_leaf, name), *auxes, namespace=NAMESPACE)
 
 
-def _stacked_leaf(*leaves: Any) -> Any:
+def _stacked_leaf(name: str, *leaves: Any) -> Any:
     head = leaves[0]
     if isinstance(head, Tensor):
         if len({x.shape for x in leaves}) == 1:
@@ -631,7 +643,7 @@ def _stacked_leaf(*leaves: Any) -> Any:
     else:
         seen = f"{head!r:.60} and others"
     raise LayoutError(
-        f"grad_and_reduce: aux has {seen} of the logical ranks of this rank.",
+        f"{name}: aux has {seen} of the logical ranks of this rank.",
         cause="aux that differs by logical rank: outputs of batches of other sizes, or texts.",
         fix="return tensors of one shape, such as sums and counts, or numbers.",
     )

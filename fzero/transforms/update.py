@@ -17,7 +17,13 @@ from fzero.optim.step_hooks import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.points import Points
 from fzero.state.slots import settled
-from fzero.transforms.backward_pass import agree, reduce_agreed, refused, require_held
+from fzero.transforms.backward_pass import (
+    agree,
+    reduce_agreed,
+    refused,
+    require_held,
+    serving_pulls,
+)
 from fzero.transforms.donation import check_alive, donates, returned, take_over, undo_take_over
 from fzero.transforms.leaf_slices import Prepared, fulls_of, given_back, is_general, pieces_of
 from fzero.transforms.models import S, call_of_states, flatten_states
@@ -58,7 +64,10 @@ def apply_gradients(state: S) -> S:
         check_alive(one, optimizer=True)
     states = [begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
-    said = agree(call_of_states("apply_gradients", treespec), due, updates=True)
+    with serving_pulls(due, ends=True) as now:
+        said = agree(call_of_states("apply_gradients", treespec), due, updates=True, now=now)
+        served = iter(due if now is None else now())
+    states = [one if one.setup.policy.defer_update else next(served) for one in states]
     require_held(said, "apply_gradients", treespec)
     if error := refused(states, treespec, said):
         raise error

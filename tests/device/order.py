@@ -136,7 +136,7 @@ class Order:
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, Block] = {}
         self._freed: dict[Stream, list[tuple[Block, Access, Place]]] = {}  # while in use elsewhere
-        self._copies: list[Copy] = []
+        self.copies: list[Copy] = []
         self._lock = threading.RLock()
 
     def name(self, module: nn.Module) -> None:
@@ -232,7 +232,7 @@ class Order:
             if block is None:
                 return
             if block.pinned:  # its allocator waits for the copies
-                self._settle([copy for copy in self._copies if copy.block == number], alive=False)
+                self._settle([copy for copy in self.copies if copy.block == number], alive=False)
                 return
             clock, here = self._with_host(block.stream), _place()
             self._freed.setdefault(block.stream, []).extend(
@@ -289,7 +289,7 @@ class Order:
                 self.waits[waited, _told(_place())] += 1
             host = self._clocks[HOST]
             _merge(host, clock)
-            over = [c for c in self._copies if c.access.time <= host.get(c.access.stream, 0)]
+            over = [c for c in self.copies if c.access.time <= host.get(c.access.stream, 0)]
             self._settle(over)
 
     # Copies between the device and pinned memory
@@ -307,12 +307,13 @@ class Order:
                     self.reports.append(found)
                 return
             number = used[0][0]
+            self._block(number).pinned = True  # also of one that is older than this watch
             access = self._block(number).accesses[-1]
             if not access.dense:
                 return
             data = ctypes.string_at(address, access.hi - access.lo)
             host = self._clocks[HOST][HOST]
-            self._copies.append(Copy(access, number, address, data, to_host, host))
+            self.copies.append(Copy(access, number, address, data, to_host, host))
             if to_host:
                 ctypes.memset(address, 0xFF, len(data))
 
@@ -322,12 +323,14 @@ class Order:
         What was copied from there may be overwritten by the device, in its order.
         """
         with self._lock:
-            of = [copy for copy in self._copies if copy.block == block]
+            of = [copy for copy in self.copies if copy.block == block]
             self._settle([copy for copy in of if copy.to_host or written])
 
     def _settle(self, over: Sequence[Copy], alive: bool = True) -> None:
         for copy in over:
-            self._copies.remove(copy)
+            if all(one is not copy for one in self.copies):  # a collection in here has settled it
+                continue
+            self.copies = [one for one in self.copies if one is not copy]
             if copy.to_host and alive:
                 ctypes.memmove(copy.address, copy.data, len(copy.data))
             elif not copy.to_host:
@@ -343,7 +346,7 @@ class Order:
     def close(self) -> None:
         """Wait for the rest."""
         with self._lock:
-            self._settle([*self._copies])
+            self._settle([*self.copies])
 
 
 class _Host(TorchDispatchMode):

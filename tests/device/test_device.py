@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fzero.tools.doctor import environment, environment_text
 from tests.device import on_sim
 from tests.device.order import checked
 
@@ -93,6 +94,9 @@ def test_torch_knows_it_as_the_accelerator() -> None:
     assert x.is_sim and x.cpu().sim().is_sim and not x.is_cpu
     with pytest.raises(TypeError, match="sim"):
         x.numpy()
+    found = environment()["gpus"]
+    assert [one["name"] for one in found] == ["sim:0", "sim:1"]
+    assert "sim:1" in environment_text({"gpus": found})
 
 
 @on_sim()

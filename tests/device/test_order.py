@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.device import on_sim
 from tests.device.order import checked
@@ -33,3 +34,12 @@ def test_a_report_names_the_parameter() -> None:
         FAULTS["a_step_under_a_gather"][1](order)
     assert "of 0.weight" in order.reports[0].what
     assert "all_gather (reads on stream" in str(order.reports[0])
+
+
+@on_sim()
+def test_a_copy_to_pinned_memory_of_before_is_over_when_that_is_freed() -> None:
+    there = torch.empty(8, pin_memory=True)
+    with checked() as order:
+        there.copy_(torch.ones(8, device="sim"), non_blocking=True)
+        del there  # its bytes are given back: nobody writes to them later
+        assert not order.copies

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fzero
+import fzero.transforms.forward as forward
 import fzero.transforms.grad as module
 from tests.tools.prove.adversary.programs import Program
 
@@ -100,12 +101,12 @@ def _replaced(means: Any) -> Iterator[_Gradients]:
         del leaves_of[-len(states) :]
         return learned
 
-    old_leaves, old_loss = module.leaves_in_pass, module.loss_and_aux
-    old_learned = module.loss_learned
+    old_leaves, old_learned = forward.leaves_in_pass, forward.loss_learned
+    old_loss = module.loss_and_aux
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "leaves_in_pass", leaves_in)
+        patch.setattr(forward, "leaves_in_pass", leaves_in)
         patch.setattr(module, "loss_and_aux", loss_and_aux)
-        patch.setattr(module, "loss_learned", loss_learned)
+        patch.setattr(forward, "loss_learned", loss_learned)
         _UNDER_WAY.append(gradients)
         try:
             yield gradients

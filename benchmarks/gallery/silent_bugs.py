@@ -153,6 +153,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--kept", type=Path, help="a folder of what is measured: go on with it")
     args = parser.parse_args()
+    for tool in TOOLS:  # what is imported and made once in a process is not measured
+        zoo.ask(zoo.Cage("clip_first", 2), tool)
     found = {}
     for name in [args.bug] if args.bug else zoo.BUGS:
         kept = args.kept / f"{name}.json" if args.kept else None

@@ -107,7 +107,7 @@ def adapter_by_parts(loss: Any, bug: bool) -> Any:
 
 def dropout_redrawn(loss: Any, bug: bool) -> Any:
     """The backward recomputes the forward, with another mask than the loss had."""
-    options = {"use_reentrant": False, "preserve_rng_state": not bug}  # the bug
+    options: Any = {"use_reentrant": False, "preserve_rng_state": not bug}  # the bug
     return plain(lambda params, batch: checkpoint(loss, params, batch, **options))
 
 
@@ -145,9 +145,9 @@ def clip_first(loss: Any, bug: bool) -> Any:
 def padding_counted(loss: Any, bug: bool) -> Any:
     """Two ranks share 11 rows; the sampler repeats the first one, and it counts twice."""
 
-    def sampled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # of the data set, here 11 rows
+    def sampled(x: Any, y: Tensor) -> tuple[Tensor, Tensor]:  # of the data set, here 11 rows
         rank, ranks = fzero.axis_index(), fzero.axis_size()
-        mine = list(DistributedSampler(range(len(x)), ranks, rank, shuffle=False))
+        mine = list(DistributedSampler(x, ranks, rank, shuffle=False))
         mine = mine if bug else mine[: len(range(rank, len(x), ranks))]  # the bug
         return x[mine], y[mine]
 

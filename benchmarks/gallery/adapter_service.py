@@ -185,6 +185,9 @@ def peers() -> str:
     for name, (kind, ranks) in PEERS.items():
         found = run_ranks(answers, ranks, kind)
         alone, beside, nan, later = found.values()
+        if isinstance(alone, str):  # an error before there is anything to compare with
+            lines.append(f"| {name} | - | {alone} | - | - | {of_later(later)} | - |")
+            continue
         reference = reference or beside
         cells = ["-" if isinstance(alone, str) else f"{alone['base']:,}"]
         cells += [same(alone, x) for x in (beside, nan)]

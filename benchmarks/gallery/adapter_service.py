@@ -50,17 +50,19 @@ CASES = {
     "with b of NaN": "an" * STEPS,
     "later b": "a+bab",
 }
-_SERVICE = f"""The service on {RANKS} ranks, stage 3. Bytes are those of a rank, as `status` counts
-them: parameters, gradients and AdamW's moments. A call is `forward_backward` of {ROWS} rows of 16
-tokens. In turn: one client after another, the median of all calls. At once: all clients ask
-together, each with its own connection and thread; the time until the last answer, divided by the
-clients. Each of {ROUNDS - 1} rounds has all three numbers of clients, after one to warm up.
+_SERVICE = f"""The service on {RANKS} ranks, stage 3. Bytes are those of a rank, as `status`
+counts them: parameters, gradients and AdamW's moments. A call is `forward_backward` of {ROWS}
+rows of 16 tokens. In turn: one client after another, the median of all calls. At once: all
+clients, each with its own connection and thread, ask together; the time until the last answer,
+divided by the clients. Each of {ROUNDS - 1} rounds has all three numbers of clients, after one
+to warm up.
 """
-_PEERS = f"""Two adapters over one base, {STEPS} updates of `a`. Same bits with b (b of NaN): the
-values of `a` are those of `a` alone, else the largest difference. Ranks agree: all ranks hold the
-same `a` and the same `b` after `with b`. A later b: the adapter is added after the first update of
-`a`. Of one process: the largest difference of `a` and of `b` to PEFT's on one process, which has
-the whole batch. An error is given by its first line.
+_PEERS = f"""Two adapters over one base, {STEPS} updates of `a`. Same bits: the digest of
+`a` after `with b` (after `with b of NaN`) is that of `a` alone. Ranks agree: all ranks hold the
+same `a` and the same `b` after `with b`. Of one process: the largest difference of `a` and of
+`b` to PEFT's on one process with the whole batch. A later b: it is added when the first update
+is done, and what is said of it is whether ranks hold the same `b` at the end. An error is its
+first line.
 """
 
 
@@ -189,8 +191,8 @@ def peers() -> str:
             lines.append(f"| {name} | - | {alone} | - | - | {of_later(later)} | - |")
             continue
         reference = reference or beside
-        cells = ["-" if isinstance(alone, str) else f"{alone['base']:,}"]
-        cells += [same(alone, x) for x in (beside, nan)]
+        cells = [f"{alone['base']:,}"]
+        cells += [x if isinstance(x, str) else same(alone, x) for x in (beside, nan)]
         ok = isinstance(beside, dict)
         agree = ok and beside["a agrees"] and beside["b agrees"]
         cells += ["-" if not ok else "yes" if agree else "**no**", of_later(later)]
@@ -211,9 +213,6 @@ def of_later(case: Any) -> str:
 
 def same(alone: Any, case: Any) -> str:
     """Say whether an adapter has its bits of alone, or how far it is from them."""
-    for found in (alone, case):
-        if isinstance(found, str):
-            return found
     far = (alone["a"] - case["a"]).abs().max().item()
     return "yes" if torch.equal(alone["a"], case["a"]) else f"**no**: {far:.1e} off"
 
@@ -251,7 +250,7 @@ def asked(me: Client) -> float:
 
 
 def rows_of(port: int) -> str:
-    """Return the lines of the table. All numbers of clients are in each round: one machine."""
+    """Return the lines of the table. Each round has all numbers of clients, on one machine."""
     first, other = Client(port, "c0"), [Client(port, f"c{i}") for i in range(1, max(CLIENTS))]
     first.create(seed=0)
     found: dict[int, dict[str, list[float]]] = {n: {"turn": [], "once": []} for n in CLIENTS}
@@ -277,8 +276,8 @@ def rows_of(port: int) -> str:
                 found[number]["turn"] += times
                 found[number]["once"].append(seconds)
     lines = [
-        "| clients | base | each client | all on a rank | in turn, ms | over 1 "
-        "| at once, ms | over 1 |",
+        "| clients | base | each client | all of a rank | ms in turn | over 1 | ms at once "
+        "| over 1 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     at = {n: [statistics.median(x[k]) * 1e3 for k in ("turn", "once")] for n, x in found.items()}

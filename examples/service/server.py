@@ -21,7 +21,7 @@ import peft
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from wire import NAME, VOCAB, WORDS, columns_of, name, need, number, serve
+from wire import NAME, VOCAB, WORDS, columns_of, name, need, number, read, serve
 
 import fzero
 from fzero.integrations.peft import functionalize_adapter, save_adapter
@@ -160,8 +160,7 @@ class Service:
         said: dict[str, Any] = {"id": None}
         new: dict[str, Any] = {}
         try:
-            request = json.loads(line)
-            need(isinstance(request, dict), "the line is no object of JSON.", '{"method": ...}.')
+            request = read(line)
             said["id"] = number(request.pop("id", 0), "id", 0, SEEDS, int)
             asked = str(request.pop("method", None))
             need(asked in METHODS, f"no method {asked[:40]!r}.", f"one of {', '.join(METHODS)}.")

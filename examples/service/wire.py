@@ -45,6 +45,18 @@ def name(x: Any, what: str, form: str = NAME) -> str:
     return x
 
 
+def read(line: bytes) -> dict[str, Any]:
+    """Return the request of a line. One that was too long has been thrown away, and is empty."""
+    form = f'{{"method": ...}}, an object of JSON in one line of at most {LINE} bytes.'
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        seen = f"{error}, in {line[:40]!r}" if line else f"more than {LINE} bytes in a line"
+        need(False, f"{seen}.", form, "bytes that are no JSON, or a batch in a line too long.")
+    need(isinstance(request, dict), "the line is no object of JSON.", form)
+    return request
+
+
 def columns_of(rows: Any, keys: list[str], ranks: int) -> list[Tensor]:
     """Return for each key what the rows have, padded with zeros: [rows, longest row]."""
     form = f"a list of 1 to {ROWS} rows {{{', '.join(map(repr, keys))}: lists of one length}}."
@@ -94,6 +106,8 @@ def serve(answer: Callable[[bytes], bytes], port: int, rank: int, ranks: int) ->
     """Answer on every rank, for ever, what rank 0 is asked, in the order in which it came."""
     if rank == 0:
         socketserver.ThreadingTCPServer.daemon_threads = True
+        socketserver.ThreadingTCPServer.allow_reuse_address = True  # a port that was served before
+        socketserver.ThreadingTCPServer.request_queue_size = CONNECTIONS
         server = socketserver.ThreadingTCPServer(("127.0.0.1", port), Connection)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(f"on port {server.server_address[1]}", flush=True)

@@ -126,11 +126,17 @@ def refuse_module(name: str, fn: Any) -> None:
         )
 
 
-def refuse_model(name: str, fn: Any) -> None:
-    """Raise `CallError` for a model in the place of a function of (params, *args).
+def require_function_of_params(name: str, fn: Any, usage: str, what: str = "function") -> None:
+    """Raise `LayoutError` for what is no function, and `CallError` for a model in its place.
 
-    A module without parameters may be such a function.
+    A module without parameters may be a function of (params, *args).
     """
+    if not callable(fn):
+        raise LayoutError(
+            f"{name} got a {type(fn).__name__} in the place of the {what}.",
+            cause=f"its arguments in another order, or a {what} that was called already.",
+            fix=f"pass the function: {usage}.",
+        )
     if isinstance(fn, nn.Module) and next(fn.parameters(), None) is not None:
         raise CallError(
             f"{name} got a {type(fn).__name__}, an nn.Module with parameters of its own.",

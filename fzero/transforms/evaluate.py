@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fzero.collectives import EVALUATION
 from fzero.context.modes import computed_in, for_training, needs_func
-from fzero.errors import LayoutError, PhaseError, explain
-from fzero.errors.check import called_as, refuse_model
+from fzero.errors import PhaseError, explain
+from fzero.errors.check import called_as, require_function_of_params
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
@@ -75,13 +75,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         >>> fzero.evaluate(lambda params, x: params["w"] * x, state)(2.0)
         tensor([6.])
     """
-    if not callable(fn):
-        raise LayoutError(
-            f"evaluate got a {type(fn).__name__} in the place of the function.",
-            cause="its arguments in another order, or a function that was called already.",
-            fix="pass the function: fzero.evaluate(fn, state)(batch).",
-        )
-    refuse_model("evaluate", fn)
+    require_function_of_params("evaluate", fn, "fzero.evaluate(fn, state)(batch)")
     states, treespec = flatten_states("evaluate", state)
     over = axes_of_loss(states, [one.setup.axis for one in states])
     for one in states:

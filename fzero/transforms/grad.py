@@ -19,7 +19,7 @@ from fzero.context.modes import (
     wants_graph,
 )
 from fzero.errors import LayoutError
-from fzero.errors.check import called_as, refuse_model
+from fzero.errors.check import called_as, require_function_of_params
 from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
@@ -148,13 +148,8 @@ def grad_and_reduce(
         >>> loss, fzero.gradients(state)["w"]
         (tensor(6.), tensor([2.]))
     """
-    if not callable(fn):
-        raise LayoutError(
-            f"grad_and_reduce got a {type(fn).__name__} in the place of the loss.",
-            cause="its arguments in another order, or a loss that was called already.",
-            fix="pass the function: grad_and_reduce(loss, state)(batch).",
-        )
-    refuse_model("grad_and_reduce", fn)
+    usage = "grad_and_reduce(loss, state)(batch)"
+    require_function_of_params("grad_and_reduce", fn, usage, what="loss")
     loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
     learns = [True] * len(states) if wrt is None else learning(wrt, state, states)

@@ -21,7 +21,7 @@ from fzero.context.modes import (
     wants_graph,
 )
 from fzero.errors import LayoutError, PhaseError
-from fzero.errors.check import called_as, refuse_model
+from fzero.errors.check import called_as, require_function_of_params
 from fzero.machine.placeholder import without_dynamo
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, MetInLoss, running_on
@@ -108,13 +108,7 @@ def vjp(
         >>> out, fzero.gradients(state)["w"]
         (tensor([6.]), tensor([4.]))
     """
-    if not callable(fn):
-        raise LayoutError(
-            f"vjp got a {type(fn).__name__} in the place of the function.",
-            cause="its arguments in another order, or a function that was called already.",
-            fix="pass the function: out, pull = fzero.vjp(fn, state)(batch).",
-        )
-    refuse_model("vjp", fn)
+    require_function_of_params("vjp", fn, "out, pull = fzero.vjp(fn, state)(batch)")
     function: Any = fn
     states, treespec = flatten_states("vjp", state)
     learns = [True] * len(states) if wrt is None else learning(wrt, state, states)
@@ -214,7 +208,7 @@ class Pull:
     A value of this process; see `fzero.vjp`.
     """
 
-    __slots__ = ("_graphs", "_number", "_out", "_setups", "_states")
+    __slots__ = ("_graphs", "_number", "_out", "_setups", "_tree")
 
     def __init__(
         self,
@@ -228,7 +222,7 @@ class Pull:
         leaves, treespec = optree.tree_flatten(out, namespace=NAMESPACE)
         self._out = treespec, [(x.shape, x.dtype, x.device) for x in leaves]
         self._setups = [(one.setup, one.step) for one in states]
-        self._states, self._number = form, number
+        self._tree, self._number = form, number
 
     def __repr__(self) -> str:
         used = " (used)" if self._graphs is None else ""
@@ -248,7 +242,7 @@ class Pull:
         states, treespec = flatten_states("pull", state)
         for one in states:
             check_alive(one)
-        spec, learns = self._states
+        spec, learns = self._tree
         over = axes_of_loss(states, [one.setup.axis for one in states])
         chosen = [one for one, by in zip(states, learns, strict=False) if by] or states
         setup = setup_of(chosen)
@@ -315,7 +309,7 @@ class Pull:
     def _require_states(self, states: Sequence[TrainState], treespec: optree.PyTreeSpec) -> None:
         forms = [(one.setup.layout, one.setup.stage, one.setup.axis) for one in states]
         known = [(setup.layout, setup.stage, setup.axis) for setup, _ in self._setups]
-        spec, _ = self._states
+        spec, _ = self._tree
         if treespec != spec or forms != known:
             raise PhaseError(
                 f"{self!r} was given {_seen(treespec, forms)}, and vjp {_seen(spec, known)}.",

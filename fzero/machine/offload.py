@@ -22,6 +22,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.current_rank import has_no_values, kind_of
 from fzero.context.device import accelerator, accelerator_in_use
@@ -135,15 +136,16 @@ def home_of_empty(x: Tensor) -> Home:
 
 def _described(home: Home, like: Tensor) -> Tensor:
     """Return a tensor without values for one that lives at `home`."""
-    made = torch.empty_like(like)
+    with _disable_current_modes():  # a plan counts what it sees made, and has not heard the home of
+        made = torch.empty_like(like)
     made.untyped_storage().home = home  # type: ignore[attr-defined]
     return made
 
 
 def empty_where(x: Tensor) -> Tensor:
     """Return a tensor like `x`, with any values, that lives where `x` does."""
-    if has_no_values(x):
-        return _described(home_of_empty(x), x)
+    if has_no_values(x) and (home := home_of_empty(x)) is not None:
+        return _described(home, x)
     if is_on_disk(x):
         return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
     return torch.empty_like(x, pin_memory=is_pinned(x))

@@ -376,13 +376,13 @@ def test_two_virtual_ranks_have_the_bits_of_the_cpu(name: str, stage: int, drive
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("plain", 0), ("no donation", 1), ("plain", 2), ("plain", 3), ("offload", 2)],
+    [*[("plain", k) for k in STAGES], ("no donation", 1), ("offload", 2), ("offload all", 3)],
 )
 @on_sim(2)
 def test_the_peak_is_what_is_planned(name: str, stage: int) -> None:
     case, rank = CASES[name], dist.get_rank()
     with folder_of_ranks() as folder:
-        batches = [make_batch("sim", step=0, at=0, rank=rank)]
+        batches = [make_batch("sim", step=0, at=at, rank=rank) for at in range(case.backwards)]
         before = allocated("sim")
         run = ByStep(case, stage, "sim", rank, folder)
         run.step(batches)

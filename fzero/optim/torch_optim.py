@@ -236,9 +236,8 @@ class TorchOptimizer(OfPrecision):
         """
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
-        made = replace(
-            self, bound=bound, paths=tuple(bound.group_at.items()), held=_kept_by(bound, named)
-        )
+        paths = tuple(bound.group_at.items())
+        made = replace(self, bound=bound, paths=paths, held=_kept_by(bound, named))
         if self.precision.encoding is not None:
             if not made.elementwise:
                 raise LayoutError(
@@ -333,21 +332,17 @@ class TorchOptimizer(OfPrecision):
 
         def owned_slot(name: str, number: int) -> Tensor:
             flat, mine = params[owned[number].position], owners and number in owners.mine
-            first, size = first_of(name, of_owned[number], flat), owned[number].leaf.numel
-            if first is None:
+            if (first := first_of(name, of_owned[number], flat)) is None:
                 return flat.new_empty(0)
-            return place(
-                torch.full((size if mine else 0,), first[0], dtype=first[1], device=flat.device)
-            )
+            numel = owned[number].leaf.numel if mine else 0
+            return place(torch.full((numel,), first[0], dtype=first[1], device=flat.device))
 
         def names(some: Sequence[KeptState | None]) -> list[str]:
             return sorted({name for x in some if x is not None for name in (*x.slots, *x.odd)})
 
-        even = [
-            kept
-            for (group, *_), kept in bound.kept.items()
-            if owners is None or bound.needs[group] == "element"
-        ]
+        by_element = [need == "element" or owners is None for need in bound.needs]
+        even = [kept for (group, *_), kept in bound.kept.items() if by_element[group]]
+        mastered = [precision.master_weights and one is not None for one in kept]
         counters = [bound.begin_of(group) for group in range(len(bound.shared))]
         return TorchState(
             count=torch.zeros((), dtype=torch.int64),
@@ -356,9 +351,7 @@ class TorchOptimizer(OfPrecision):
                 k: tuple(own[k].clone() if k in own else torch.zeros(()) for own in counters)
                 for k in sorted({name for own in counters for name in own})
             },
-            masters=make_masters(
-                params, [precision.master_weights and one is not None for one in kept], place
-            ),
+            masters=make_masters(params, mastered, place),
             owned={k: tuple(owned_slot(k, i) for i in range(len(owned))) for k in names(of_owned)},
         )
 
@@ -414,10 +407,8 @@ class TorchOptimizer(OfPrecision):
             if encodes := self.precision.encoding is not None:
                 flats, pieces = in_portions(flats, pieces, self.codec_of, unused)
             # Parameters that this rank owns are numbered behind the flats.
-            count, whole = (
-                len(flats.params),
-                frozenset[int]() if owners is None else owners.positions,
-            )
+            count = len(flats.params)
+            whole = frozenset[int]() if owners is None else owners.positions
             even = [i for i in range(count) if i not in whole]
             mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
             own = [Piece(count + k, leaf, 0, leaf.numel) for k, leaf in mine]
@@ -457,13 +448,12 @@ class TorchOptimizer(OfPrecision):
                 late = {u.number for u in here} if first else fresh
                 return _step_units(bound, here, portion, before, counters, late, fresh=first)
 
-            scaled = Scaled(found_inf, grad_scale)
             step = partial(
                 step_flats,
                 run=run,
                 precision=bound.precision,
                 device=device,
-                scaled=scaled,
+                scaled=Scaled(found_inf, grad_scale),
                 owned=True,  # they are, or copies
                 pieces=[*pieces, *own],
                 count=state.count,
@@ -637,8 +627,7 @@ class TorchOptimizer(OfPrecision):
 
     def own_state(self, leaf: Leaf, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return whole slots and counters of a leaf as the instance itself keeps them."""
-        bound = self._bound()
-        kept = bound.kept_for(leaf)
+        kept = self._bound().kept_for(leaf)
         assert kept is not None, leaf.path
         own = kept.names & values.keys()
         return {name: as_kept(kept.numbers, name, values[name]) for name in own}
@@ -907,30 +896,24 @@ def _step_units(
     instance: Any = bound.instance
     lent, states = list[tuple[Unit, Tensor, nn.Parameter]](), dict[nn.Parameter, dict[str, Any]]()
     for unit in units:
-        kept = unit.kept
-        if unit.index >= 0:
-            values, gradient = (unit.of(x[unit.index]) for x in (portion.work, portion.grads))
+        kept, at = unit.kept, unit.index
+        if at >= 0:
+            values, gradient = unit.of(portion.work[at]), unit.of(portion.grads[at])
+            own = {name: unit.of(portion.slots[name][at]) for name in kept.slots}
+            odd = {name: portion.slots[name][at] for name in kept.odd}
         else:
             values = torch.zeros(unit.shape, dtype=kept.dtype, device=bound.devices[unit.group])
-            gradient = torch.zeros_like(values)
+            gradient, own, odd = torch.zeros_like(values), copy.deepcopy(kept.sample[1]), {}
         parameter = nn.Parameter(values)
         parameter.grad = gradient
         lent.append((unit, values, parameter))
-        if kept.late and unit.number in late:
-            continue
-        own = {} if unit.index >= 0 else copy.deepcopy(kept.sample[1])
-        if unit.index >= 0:
-            own |= {name: unit.of(portion.slots[name][unit.index]) for name in kept.slots}
-            odd = {name: portion.slots[name][unit.index] for name in kept.odd}
-        else:
-            odd = {}
-        odd |= {name: before[name][unit.number].clone() for name in kept.counters}  # or in place
-        states[parameter] = own | {k: as_kept(kept.numbers, k, x) for k, x in odd.items()}
+        if not (kept.late and unit.number in late):
+            odd |= {name: before[name][unit.number].clone() for name in kept.counters}  # in place
+            states[parameter] = own | {k: as_kept(kept.numbers, k, x) for k, x in odd.items()}
     slots = {name: list(flats) for name, flats in portion.slots.items()}
+    groups = zip(instance.param_groups, bound.shared, strict=True)
     with ExitStack() as stack:
-        for number, (group, shared) in enumerate(
-            zip(instance.param_groups, bound.shared, strict=True)
-        ):
+        for number, (group, shared) in enumerate(groups):
             params = [p for unit, _, p in lent if unit.group == number]
             given: dict[str, Any] = {"params": params}
             # The fused SGD takes no list of which some have a momentum already, and others do not.

@@ -862,19 +862,17 @@ def numbers_of(shape: Sequence[int], seed: int) -> Tensor:
 
 # What cannot be
 
-_CLOSURE = "it evaluates the loss several times in a step, by a closure"
 _REFUSED = {
-    torch.optim.LBFGS: _CLOSURE,
+    torch.optim.LBFGS: "it evaluates the loss several times in a step, by a closure",
     torch.optim.SparseAdam: "it takes sparse gradients; flat buffers have dense ones",
 }
 
 
 def require_usable(source: Any) -> None:
     """Raise `LayoutError` for what is no torch.optim class, instance or factory."""
-    if isinstance(source, Optimizer):
-        require_pure_class(type(source))
-    elif isinstance(source, type) and issubclass(source, Optimizer):
-        require_pure_class(source)
+    kind = source if isinstance(source, type) else type(source)
+    if issubclass(kind, Optimizer):
+        require_pure_class(kind)
     elif isinstance(source, list | tuple | dict):
         raise LayoutError(
             f"{len(source)} optimizers in a {type(source).__name__}.",

@@ -182,18 +182,17 @@ class Difference:
             f"{abs(self.a - self.b):.2e} apart; rounding explains at most {self.bound:.1e} "
             f"(compared in {str(self.compared_in).removeprefix('torch.')}).",
             f"Compared here: {compared}.",
-            *self._others,
-            f"Equal until then: {', and '.join(agree) or 'nothing was compared before'}.",
-            f"Usual cause: {cause}",
         ]
         if self.kind == REPLICA:
             lines[0] = lines[0].replace("in run a", "on the lowest rank")
             lines[0] = lines[0].replace("in run b", "here")
-        return "\n".join(lines)
-
-    @property
-    def _others(self) -> list[str]:
-        return []
+        if isinstance(self, GradientDifference) and self.differ:
+            same, more = _some(self.agree), _some(self.differ[1:])
+            others = f"The gradients by {same} agree" if same else "No other agrees"
+            others += f"; those by {more} differ, too" if more else ""
+            lines.append(f"It is the first that the backward makes differently. {others}.")
+        until = ", and ".join(agree) or "nothing was compared before"
+        return "\n".join([*lines, f"Equal until then: {until}.", f"Usual cause: {cause}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +204,6 @@ class GradientDifference(Difference):
 
     agree: tuple[str, ...]  # the parameters whose gradients are equal, in that order
     differ: tuple[str, ...]  # the others, `path` first
-
-    @property
-    def _others(self) -> list[str]:
-        if not self.differ:
-            return []
-        more = self.differ[1:]
-        agree = f"The gradients by {_some(self.agree)} agree" if self.agree else "No other agrees"
-        also = f"; those by {_some(more)} differ, too" if more else ""
-        return [f"It is the first that the backward makes differently. {agree}{also}."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +220,8 @@ def _some(paths: Sequence[str], most: int = 6) -> str:
 
 def difference(operation: str, path: str, found: Found, backward: int | None = None) -> Difference:
     """Return a difference in float64, whose update is known to who compares several."""
-    at = Moment(0, 0, backward)
-    values = found._asdict()
-    return Difference(at=at, operation=operation, path=path, compared_in=torch.float64, **values)
+    known = {"at": Moment(0, 0, backward), "compared_in": torch.float64, **found._asdict()}
+    return Difference(operation=operation, path=path, **known)
 
 
 # Two runs up to one update.
@@ -254,8 +243,7 @@ class Called:
         rows, found = self.before[state], list[Side]()
         by_rank = [self.seen.updates[state][rank] for rank in range(len(rows))]
         averages = rows[0].setup.reduction.reduce_op == "mean"
-        for number in range(max(map(len, by_rank))):
-            seen = [some[number] if number < len(some) else record.RankUpdate() for some in by_rank]
+        for seen in itertools.zip_longest(*by_rank, fillvalue=record.RankUpdate()):
             found.append(Side(before=rows, seen=seen, averages=averages))
             rows = [x.onward or x.after or row for x, row in zip(seen, rows, strict=True)]
         return found
@@ -411,23 +399,18 @@ def compare(
     ends = [
         replace(sides[-1], seen=[record.RankUpdate() for _ in sides[-1].seen]) for sides in columns
     ]
-    last = max(map(len, columns))
-    for number in range(last):
-        sides = [
-            some[number] if number < len(some) else end
-            for some, end in zip(columns, ends, strict=True)
-        ]
-        found = _in_update(SidePair(sides[0], sides[1], sides[2], units))
+    for number, some in enumerate(itertools.zip_longest(*columns), 1):
+        sides = [side or end for side, end in zip(some, ends, strict=True)]
+        found = _in_update(SidePair(*sides, units=units))
         is_pass = found is not None and found.kind in (LOSS, MODULE, GRADIENT)
         if is_pass and sides[0].averages != sides[1].averages:
             # Losses for another `reduce_op` may differ; what is reduced may not.
             means = [replace(side, averages=True) for side in sides]
-            found = _in_update(SidePair(means[0], means[1], means[2], units))
+            found = _in_update(SidePair(*means, units=units))
         if found is not None:
-            return number + 1, found
-    rows = [run.after[state] for run in runs]
-    found = _first_of(_returned(SidePair(ends[0], ends[1], ends[2], units), rows))
-    return found and (max(last - 1, 1), found)
+            return number, found
+    found = _first_of(_returned(SidePair(*ends, units=units), [run.after[state] for run in runs]))
+    return found and (max(*map(len, columns), 2) - 1, found)
 
 
 def _in_update(pair: SidePair) -> Difference | None:
@@ -443,11 +426,9 @@ def _in_update(pair: SidePair) -> Difference | None:
 def _first_of(numbers: Numbers) -> Difference | None:
     """Return where a number differs between the runs, or a leaf between replicas of one run."""
     for operation, path, a, b, bound in numbers:
-        found = first_apart(a, b, bound)
-        if found is not None:
+        if (found := first_apart(a, b, bound)) is not None:
             return difference(operation, path, found)
-        for side in (a, b) if path else ():
-            drifted = replicas_apart(side)
+        for drifted in map(replicas_apart, (a, b) if path else ()):
             if drifted is not None:
                 return difference(f"{REPLICA} {operation}", path, drifted)
     return None
@@ -477,11 +458,9 @@ def _gathered(pair: SidePair) -> Difference | None:
                 own = flat[offset : offset + layout.leaves[leaf].numel].cpu()
                 read = Spread(wanted.shape, (Copy(rank, 0, own),))
                 bound = TERMS * pair.units.passes * wanted.full.double().abs().max()
-                found = first_apart(wanted, read, bound)
-                if found is not None:
+                if (found := first_apart(wanted, read, bound)) is not None:
+                    found = _turned(found) if side is pair.a else found
                     found = found._replace(ranks=(rank,))
-                    if side is pair.a:
-                        found = found._replace(a=found.b, b=found.a)
                     return difference(GATHER, layout.names[leaf], found, backward + 1)
     return None
 
@@ -509,8 +488,7 @@ def _gradient(pair: SidePair) -> Difference | None:
         shape, numel = learning[path], torch.Size(learning[path]).numel()
         a, b, c = (_summed(side.terms.get(path, []), (numel,)) for side in pair.sides)
         bound = disturbed_bound(a, c) + pair.of_sum(path, numel)
-        found = first_apart(whole_leaf(a.view(shape)), whole_leaf(b.view(shape)), bound)
-        if found is not None:
+        if found := first_apart(whole_leaf(a.view(shape)), whole_leaf(b.view(shape)), bound):
             differ[path] = found
     if not differ:
         return None
@@ -532,8 +510,7 @@ def _blamed(pair: SidePair, whole: Difference) -> Difference:
         terms = [side.terms_at(whole.path, backward) for side in pair.sides]
         for rank, (a, b, c) in enumerate(zip(*terms, strict=True)):
             bound = disturbed_bound(a, c) + pair.of_terms([a, b], a.shape).reshape(-1)
-            found = first_apart(whole_leaf(a), whole_leaf(b), bound)
-            if found is not None:
+            if found := first_apart(whole_leaf(a), whole_leaf(b), bound):
                 apart[rank] = found
         if not apart:
             continue
@@ -577,10 +554,9 @@ def _first_event(
             if x is None or y is None or z is None or not x.shape == y.shape == z.shape:
                 continue
             bound = disturbed_bound(x, z) + TERMS * unit * largest([x.double()])
-            found = first_apart(whole_leaf(x), whole_leaf(y), bound)
-            if found is not None and key.returns:
-                return place, difference(MODULE, key.path, found)
-            if found is not None:
+            if found := first_apart(whole_leaf(x), whole_leaf(y), bound):
+                if key.returns:
+                    return place, difference(MODULE, key.path, found)
                 into = f"{MODULE}, where it calls {key.path}"
                 return (place, difference(into, event.caller, found)) if event.caller else None
     return None
@@ -638,9 +614,11 @@ def _left_out(pair: SidePair) -> Difference | None:
     is_a = len(set(made[0])) > 1
     wanted = whole_leaf(torch.tensor(max(made[0])))
     found = first_apart(wanted, of_ranks(made[0] if is_a else made[1]), 0.0)
-    if found is not None and is_a:
-        found = found._replace(a=found.b, b=found.a)
-    return found and difference(UPDATE, "", found)
+    return found and difference(UPDATE, "", _turned(found) if is_a else found)
+
+
+def _turned(found: Found) -> Found:
+    return found._replace(a=found.b, b=found.a)
 
 
 def _returned(pair: SidePair, rows: Rows) -> Numbers:
@@ -650,13 +628,12 @@ def _returned(pair: SidePair, rows: Rows) -> Numbers:
     """
     befores, afters = [side.leaves[0] for side in pair.sides], [record.leaves_of(x) for x in rows]
     yield from _changes(pair, (STATE, STATE), befores, afters)
-    added = []
-    for side, row in zip(pair.sides[:2], rows[:2], strict=True):
-        both = [
-            (record.counters(x), record.counters(y)) for x, y in zip(side.before, row, strict=True)
-        ]
-        added.append([{name: y[name] - x.get(name, 0.0) for name in y} for x, y in both])
-    yield from _counted(STATE, added[0], added[1])
+
+    def added(side: Side, row: Sequence[TrainState]) -> list[dict[str, float]]:
+        both = [map(record.counters, two) for two in zip(side.before, row, strict=True)]
+        return [{name: y[name] - x.get(name, 0.0) for name in y} for x, y in both]
+
+    yield from _counted(STATE, added(pair.a, rows[0]), added(pair.b, rows[1]))
 
 
 def _reach(pair: SidePair, a: Tensor, key: record.Key) -> Tensor:

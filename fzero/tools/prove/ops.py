@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from math import inf, isfinite
@@ -503,10 +504,13 @@ Meaning = Callable[[OpCall], Made]
 
 
 def overloads(text: str) -> Iterator[Overload]:
-    """Yield the overloads of ATen by name, "add.Tensor", that this version of torch has."""
+    """Yield the overloads of ATen by name, "add.Tensor", that this version of torch has.
+
+    A name alone, "mm", is that of the overload without one, "mm.default".
+    """
     for name in text.split():
         packet, _, overload = name.partition(".")
-        found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
         if found is not None:
             yield found
 
@@ -524,26 +528,26 @@ MEANINGS: dict[Overload, Meaning] = {
     **_each("rsub.Tensor rsub.Scalar", linear(added_as(1, 0, -1), "self", "other")),
     **_each("mul.Tensor mul.Scalar", product),
     **_each("div.Tensor div.Scalar", linear(divide, "self", "other")),
-    **_each("neg.default", linear(lambda _, sums: times(sums[0], Fraction(-1)), "self")),
+    **_each("neg", linear(lambda _, sums: times(sums[0], Fraction(-1)), "self")),
     **_each("where.self", pointwise(choice)),
-    **_each("abs.default", pointwise(zero_of_zero)),
+    **_each("abs", pointwise(zero_of_zero)),
     **_each("pow.Tensor_Scalar", pointwise(power)),
-    **_each("clamp.default", pointwise(bounded)),
+    **_each("clamp", pointwise(bounded)),
     **_each("eq.Tensor", pointwise(equal)),
     **_each("ne.Scalar", pointwise(unequal)),
-    **_each("bitwise_not.default logical_not.default", pointwise(negation)),
-    **_each("_to_copy.default", cast),
-    **_each("clone.default lift_fresh_copy.default", lambda call: call.args["self"]),
-    **_each("copy.default", copied),
-    **_each("zeros.default zeros_like.default new_zeros.default", filled(0)),
-    **_each("ones.default ones_like.default new_ones.default", filled(1)),
-    **_each("full.default full_like.default new_full.default scalar_tensor.default", filled()),
-    **_each("sum.default", total),
-    **_each("linalg_vector_norm.default", norm),
-    **_each("sqrt.default", root),
-    **_each("all.default", every),
-    **_each("cat.default", catenated),
-    **_each("stack.default", functools.partial(catenated, stacks=True)),
+    **_each("bitwise_not logical_not", pointwise(negation)),
+    **_each("_to_copy", cast),
+    **_each("clone lift_fresh_copy", lambda call: call.args["self"]),
+    **_each("copy", copied),
+    **_each("zeros zeros_like new_zeros", filled(0)),
+    **_each("ones ones_like new_ones", filled(1)),
+    **_each("full full_like new_full scalar_tensor", filled()),
+    **_each("sum", total),
+    **_each("linalg_vector_norm", norm),
+    **_each("sqrt", root),
+    **_each("all", every),
+    **_each("cat", catenated),
+    **_each("stack", functools.partial(catenated, stacks=True)),
     UPDATE: updated,
     schedule._opoverload: scheduled,
     GRADIENT: gradient,
@@ -562,21 +566,21 @@ MOVES = frozenset(overloads(names.MOVES))
 
 def _in_place() -> Iterator[tuple[Overload, tuple[Overload, Meaning]]]:
     for text, meaning in (
-        ("copy_.default", copied),
-        ("zero_.default", lambda call: of_sum((), call.args["self"].shape)),
+        ("copy_", copied),
+        ("zero_", lambda call: of_sum((), call.args["self"].shape)),
         ("fill_.Scalar fill_.Tensor", filled_with),
     ):
         yield from ((one, (one, meaning)) for one in overloads(text))
     for name in names.IN_PLACE.split():
         for one in overloads(name):
-            for apart in overloads(name.replace("_.", ".")):
+            for apart in overloads(re.sub(r"_(\.|$)", r"\1", name)):
                 yield one, (apart, MEANINGS[apart])
 
 
 WRITES = dict(_in_place())
 """Ops that write into their first argument what an op out of place makes, in its dtype."""
 
-BATCH_NORM = frozenset(overloads("native_batch_norm.default"))
+BATCH_NORM = frozenset(overloads("native_batch_norm"))
 """Opaque, and writes statistics if it trains, which its schema does not say."""
 
 WRITES_UNKNOWN = frozenset(overloads(names.WRITES_UNKNOWN))

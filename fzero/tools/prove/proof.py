@@ -309,11 +309,9 @@ def line_of(node: fx.Node) -> str:
     """Return a node as a line of its graph: "line 7: add = aten.add.Tensor(x, 1)"."""
     number = list(node.graph.nodes).index(node) + 1
     named = [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
-    target = (
-        node.target
-        if hasattr(node.target, "overloadpacket")
-        else getattr(node.target, "__name__", node.op)
-    )
+    target: Any = node.target
+    if not hasattr(target, "overloadpacket"):
+        target = getattr(target, "__name__", node.op)
     return f"line {number}: {node.name} = {target}({', '.join([*map(_shown, node.args), *named])})"
 
 
@@ -698,8 +696,8 @@ class _Side(NamedTuple):
     values: read.ProgramRead
     stopped: tuple[fx.Node, str] | None
     makers: Mapping[read.Key, fx.Node]
-    outputs: Mapping[read.Key, Symbolic | None]
-    again: Mapping[read.Key, Symbolic | None]
+    outputs: read.Values
+    again: read.Values
 
 
 def prove_programs(
@@ -815,10 +813,7 @@ def _side(programs: Sequence[RecordedStep], reading: Interpretation, budget: Bud
 
 
 def _differences(
-    wanted: Mapping[read.Key, Symbolic | None],
-    found: Mapping[read.Key, Symbolic | None],
-    *,
-    varies: bool,
+    wanted: read.Values, found: read.Values, *, varies: bool
 ) -> Iterator[tuple[read.Key, str]]:
     """Yield (key, why) for each tensor of the new state that is not shown."""
     for key in (key for key in {**wanted, **found} if key[0].startswith("state")):
@@ -831,11 +826,7 @@ def _differences(
             yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
 
 
-def _beside(
-    wanted: Mapping[read.Key, Symbolic | None],
-    found: Mapping[read.Key, Symbolic | None],
-    alone: Interpretation,
-) -> Iterator[str]:
+def _beside(wanted: read.Values, found: read.Values, alone: Interpretation) -> Iterator[str]:
     """Yield what is shown of each tensor that is returned beside the state, such as the loss."""
     for key in (key for key in {**wanted, **found} if not key[0].startswith("state")):
         one = wanted.get(key)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fzero.state import Setup, TrainState
 from fzero.tools.prove import ops as table
-from fzero.tools.prove.ops import ADDS, AGAIN, opaque, written
+from fzero.tools.prove.ops import ADDS, AGAIN, Made, opaque, written
 from fzero.tools.prove.terms import (
     FINITE,
     OVER_RANKS,
@@ -271,12 +271,7 @@ class _ProgramReader:
         return ProgramRead(made, outputs, {node: self._writers_of(node) for node in made}, stopped)
 
     def _put(
-        self,
-        node: fx.Node,
-        made: Symbolic | list[Symbolic],
-        of: StorageSlice | None = None,
-        *,
-        chunk: bool = False,
+        self, node: fx.Node, made: Made, of: StorageSlice | None = None, *, chunk: bool = False
     ) -> None:
         """Note what a node makes: one value, or several."""
         some = made if isinstance(made, list) else [made]
@@ -486,10 +481,12 @@ def input_value(terms: Terms, place: BufferPlace, node: fx.Node) -> Symbolic:
     return Symbolic(shape, joined(pieces), place.spread)
 
 
-def outputs_by_leaf(
-    places: Sequence[BufferPlace], values: Sequence[Symbolic]
-) -> dict[Key, Symbolic | None]:
-    """Return the elements of each leaf in the outputs; None where other ranks have them."""
+Values = Mapping[Key, Symbolic | None]
+"""The elements of each leaf in the outputs of a program; None where other ranks have them."""
+
+
+def outputs_by_leaf(places: Sequence[BufferPlace], values: Sequence[Symbolic]) -> Values:
+    """Return what there is in these outputs."""
     found: dict[Key, Symbolic | None] = {}
     for place, value in zip(places, values, strict=True):
         if place.setup is None and value.numel:

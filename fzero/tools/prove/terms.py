@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
+
+T = TypeVar("T")
 
 # The CPU time that a proof may take.
 
@@ -156,14 +158,12 @@ class Terms:
         if self._budget is not None:
             self._budget.check()
         given = tuple(operands)
-        found = self._made.get((head, given, numel))
-        if found is None:
-            differs = any(one.spread or any(x.term.varies for x in one.addends) for one in given)
-            varies = differs if varies is None else varies
-            found = self._made[head, given, numel] = Term(
-                head, given, numel, varies, len(self._made)
-            )
-        return found
+        key = head, given, numel
+        if key not in self._made:
+            if varies is None:
+                varies = any(x.spread or any(y.term.varies for y in x.addends) for x in given)
+            self._made[key] = Term(*key, varies, len(self._made))
+        return self._made[key]
 
     def number(self, number: Fraction) -> Sum:
         """Return every element of a constant tensor."""
@@ -449,7 +449,7 @@ class OpCall(NamedTuple):
     @property
     def values(self) -> list[Symbolic]:
         """The tensors among the arguments, in order."""
-        return list(symbols(tuple(self.args.values())))
+        return list(_all_of(Symbolic, tuple(self.args.values())))
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -469,13 +469,13 @@ class OpCall(NamedTuple):
         return name, self.target, self.dtypes, made, code, *more
 
 
-def symbols(x: Any) -> Iterator[Symbolic]:
-    """Yield the values in an argument."""
-    if isinstance(x, Symbolic):
+def _all_of(kind: type[T], x: Any) -> Iterator[T]:
+    """Yield all of a kind in an argument."""
+    if isinstance(x, kind):
         yield x
     elif isinstance(x, tuple | list):
         for one in x:
-            yield from symbols(one)
+            yield from _all_of(kind, one)
 
 
 def _encoded(name: str, x: Any) -> Hashable:
@@ -502,17 +502,12 @@ def call_of(
 ) -> OpCall:
     """Return the call that a node is, complete: defaults are filled in by the schema."""
     op: Any = node.target
-    arguments = op._schema.arguments
-    names = [one.name for one in arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if len(node.args) > len(names) or set(given) - set(names):
-        raise NotImplementedError(f"{op} has no such arguments")
-    missing = [
-        one.name for one in arguments if one.name not in given and not one.has_default_value()
-    ]
-    if missing:
-        raise NotImplementedError(f"its argument {missing[0]} is not given")
-    full = {one.name: given.get(one.name, one.default_value) for one in arguments}
+    schema = {one.name: one for one in op._schema.arguments}
+    given = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
+    lacks = [k for k, one in schema.items() if k not in given and not one.has_default_value()]
+    if lacks or len(node.args) > len(schema) or given.keys() - schema.keys():
+        raise NotImplementedError(f"{op} is called with other arguments than it has")
+    full = {name: given.get(name, one.default_value) for name, one in schema.items()}
     val = node.meta.get("val")
     several = isinstance(val, list | tuple)
     made: Any = val if several else [val]
@@ -520,15 +515,7 @@ def call_of(
         reading=reading,
         target=target or op,
         args={name: value(x) for name, x in full.items()},
-        dtypes=tuple(one.meta["val"].dtype for one in _nodes(tuple(full.values()))),
+        dtypes=tuple(one.meta["val"].dtype for one in _all_of(fx.Node, tuple(full.values()))),
         results=tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)) for x in made),
         several=several,
     )
-
-
-def _nodes(x: Any) -> Iterator[fx.Node]:
-    if isinstance(x, fx.Node):
-        yield x
-    elif isinstance(x, tuple | list):
-        for one in x:
-            yield from _nodes(one)

@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
@@ -44,15 +44,11 @@ MOST = 100_000
 """Of so many objects it is known what they were."""
 _SMALL = 4096
 _PASSED_BY = ("fzero.", "torch._", "torch.fx", "torch.utils._", "threading", "logging")
-_LOOKED_INTO = (
-    *("fzero.optim", "fzero.transforms.pipeline", "fzero.state.points", "fzero.state.codec"),
-    "fzero.transforms.functionalize",
-)
+_LOOKED_INTO = ("fzero.optim", "fzero.state.points", "fzero.state.codec")
+_LOOKED_INTO += ("fzero.transforms.pipeline", "fzero.transforms.functionalize")
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _OF_PYTHON = {"__dict__", "__weakref__", "__slotnames__", "__doc__", "__module__"}
-_LIBRARIES = frozenset(
-    ("fzero", "torch", "numpy", "optree", "builtins", *sys.stdlib_module_names)
-) - {"__main__"}
+_LIBRARIES = {"fzero", "torch", "numpy", "optree", *sys.stdlib_module_names}
 _MEMO = type(functools.lru_cache(len))
 
 
@@ -169,12 +165,11 @@ def _holder(x: Any) -> str:
 
 def _key_of(x: Any, holder: Any) -> str:
     """Return by what name an object holds another one; "" for none that is known."""
-    held = getattr(holder, "__dict__", {}).items()
+    held = [*getattr(holder, "__dict__", {}).items()]
     if not isinstance(holder, types.ModuleType):
-        held = [*held, *(pair for kind, of in _kinds_of(holder) for pair in kind.read(of).items())]
-    return next((_name(key) for key, one in held if one is x), "") or next(
-        (name for name, one in _inside(holder) if one is x), ""
-    )
+        held += [pair for kind, of in _kinds_of(holder) for pair in kind.read(of).items()]
+    named = (_name(key) for key, one in [*held, *_inside(holder)] if one is x)
+    return next(filter(None, named), "")
 
 
 class _Kind(NamedTuple):
@@ -274,9 +269,9 @@ def _places(roots: tuple[Any, ...]) -> Iterator[_Place]:
             place = _Place(path, kind, of, kind.read(of))
             yield place
             rest.extend(
-                (f"{path}{_name(pair[0])}", one) for pair in place.held.items() for one in pair
+                (f"{path}{_name(key)}", y) for key, one in place.held.items() for y in (key, one)
             )
-        rest.extend((f"{path}{name}", one) for name, one in _inside(x))
+        rest.extend((f"{path}{_name(key)}", one) for key, one in _inside(x))
 
 
 def _name(key: Any) -> str:
@@ -499,26 +494,23 @@ _HOLDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 
-def _inside(x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, what) of what an object holds for good."""
+def _inside(x: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (name or number, what) of what an object holds for good."""
     if isinstance(x, types.FunctionType):
-        yield from (
-            (f".{n}", c) for n, c in zip(x.__code__.co_freevars, x.__closure__ or (), strict=False)
-        )
-    elif names := next((some for kind, some in _HOLDS if isinstance(x, kind)), ()):
-        yield from ((f".{name}", getattr(x, name)) for name in names)
-    elif isinstance(x, types.GeneratorType):
-        yield from (
-            (f".{n}", one) for n, one in (x.gi_frame.f_locals if x.gi_frame else {}).items()
-        )
-    elif isinstance(x, tuple | frozenset):
-        yield from ((f"[{i}]", one) for i, one in enumerate(x))
-    elif isinstance(x, Template):  # which notes modes in each call
-        yield from ((f".{name}", one) for name, one in vars(x).items())
-    elif isinstance(x, TrainState):
-        yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
-    elif type(x).__name__ == "Generator" and hasattr(x, "bit_generator"):  # of NumPy
-        yield ".bit_generator", x.bit_generator
+        return zip(x.__code__.co_freevars, x.__closure__ or (), strict=False)
+    if names := next((some for kind, some in _HOLDS if isinstance(x, kind)), ()):
+        return [(name, getattr(x, name)) for name in names]
+    if isinstance(x, types.GeneratorType):
+        return x.gi_frame.f_locals.items() if x.gi_frame else ()
+    if isinstance(x, tuple | frozenset):
+        return enumerate(x)
+    if isinstance(x, Template):  # which notes modes in each call
+        return vars(x).items()
+    if isinstance(x, TrainState):
+        return ("optimizer", x.setup.optimizer), ("transforms", x.setup.transforms)
+    if type(x).__name__ == "Generator" and hasattr(x, "bit_generator"):  # of NumPy
+        return (("bit_generator", x.bit_generator),)
+    return ()
 
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -558,22 +550,16 @@ def _position(x: Any) -> Any:
         return tuple(map(_position, x))
     if not _is_iterator(x):
         return x if isinstance(x, _PLAIN) else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # itertools' are to lose it in Python 3.14
-        try:
-            return _position(x.__reduce__()[1:])
-        except TypeError:
-            return None
+    # itertools' are to lose it, and copies, in Python 3.14
+    with warnings.catch_warnings(action="ignore"), suppress(TypeError):
+        return _position(x.__reduce__()[1:])
 
 
 def _copied(x: Any) -> Any:
     """Return a copy of an iterator, if it has one; else what it is given."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return copy.copy(x) if _is_iterator(x) else x
-        except TypeError:
-            return x
+    with warnings.catch_warnings(action="ignore"), suppress(TypeError):
+        return copy.copy(x) if _is_iterator(x) else x
+    return x
 
 
 def _is_passed_by(x: Any) -> bool:

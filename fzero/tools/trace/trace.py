@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -199,19 +199,14 @@ def _schedule(
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return what one rank does, a line each: collectives, calls and their options, results."""
     program = program_of(step, arguments, rank, found)
-    collectives = (op for op in ops_of(program)[1] if op.is_collective)
+    made = [op for op in ops_of(program)[1] if op.is_collective]
+    collectives = (f"{op.name} {op.detail} -> {' '.join(map(str, op.gives))}" for op in made)
     calls = list[str]()
     for number, text in enumerate(program.log.calls):
         name, *options = text.splitlines()
         calls += [f"{number}: {name}", *(f"{number}: {name}, {option}" for option in options)]
-    return (
-        tuple(
-            f"{number}: {op.name} {op.detail} -> {' '.join(map(str, op.gives))}"
-            for number, op in enumerate(collectives)
-        ),
-        tuple(calls),
-        tuple(_returned(program)),
-    )
+    numbered = tuple(f"{number}: {text}" for number, text in enumerate(collectives))
+    return numbered, tuple(calls), tuple(_returned(program))
 
 
 def _returned(program: RecordedStep) -> Iterator[str]:
@@ -262,9 +257,7 @@ class Trace:
     @property
     def collectives(self) -> dict[str, int]:
         """How many buffers go through each kind of collective."""
-        counts = Counter(self.log.counts(self.rank))
-        counts.pop("agree", None)
-        return dict(counts)
+        return {op: n for op, n in self.log.counts(self.rank).items() if op != "agree"}
 
     @property
     def exchanges(self) -> int:
@@ -405,15 +398,8 @@ def _lines(trace: Trace, only: Literal["collectives"] | None) -> list[_Line]:
         gives = " ".join(map(str, op.gives)) if op else ""
         detail = op.detail if op and op.is_collective else ""
         text, full = (_line_text(op, call, names, gives, full=full) for full in (False, True))
-        lines.append(
-            _Line(
-                key=(call.op, tuple(keys), inputs, gives, detail),
-                read=tuple(at[0] if at else None for at in of),
-                text=text,
-                full=full,
-                op=op,
-            )
-        )
+        key, read = (call.op, tuple(keys), inputs, gives, detail), (at and at[0] for at in of)
+        lines.append(_Line(key=key, read=tuple(read), text=text, full=full, op=op))
         for i, value in enumerate(op.gives if op else ()):
             made[value.name] = len(lines) - 1, i
             names[value.name] = op.name if op else ""
@@ -607,11 +593,10 @@ def _op_line(op: Op, call: CalledOp | None, names: Mapping[str, str]) -> str:
     if len(values) > _MOST or call is None:
         words = [_few([names.get(name, name) for name in values]), *texts]
     else:  # values and numbers in order, keywords last
-        named = [text for text in texts if "=" in text]
-        every = (
+        shown = (
             x.text if isinstance(x, Constant) else names.get(x.name, x.name) for x in arguments
         )
-        words = [*(word for word in every if word and word not in named), *named]
+        words = sorted(filter(None, shown), key=lambda word: word in texts and "=" in word)
     line = f"    {gives} = {' '.join([op.name, *words])}"
     return f"{line:<{_COLUMN}}  # {op.detail}" if op.detail else line
 
@@ -642,11 +627,10 @@ def _fitted(line: str) -> str:
     mark = line[0] if line[0] in "+- " else ""  # of a difference; of a trace a space
     rest = line.removeprefix(mark)
     begin = rest[: len(rest) - len(rest.lstrip())]
-    parts = textwrap.wrap(
+    return textwrap.fill(
         " ".join(rest.split()),
         _WIDTH,
         initial_indent=mark + begin,
         subsequent_indent=mark + " " * (12 - len(mark)),
         break_on_hyphens=False,
     )
-    return "\n".join(parts)

@@ -250,18 +250,7 @@ class Called:
 
     def leads(self) -> list[list[record.Values | None]]:
         """Return the gradients and results of each update that all ranks make, for each state."""
-        return [
-            [
-                replace(
-                    record.values_of(side.after),
-                    gradients={path: one.full for path, one in side.gradients(True).items()},
-                )
-                if len(side.after) == len(side.seen)
-                else None
-                for side in self.sides(state)
-            ]
-            for state in range(len(self.before))
-        ]
+        return [[side.lead for side in self.sides(state)] for state in range(len(self.before))]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots, for cached properties
@@ -322,6 +311,14 @@ class Side:
     def after(self) -> list[TrainState]:
         """The state after the update, of the ranks that made one."""
         return [seen.after for seen in self.seen if seen.after is not None]
+
+    @property
+    def lead(self) -> record.Values | None:
+        """The result of the update, and what the optimizer was given, if all ranks make it."""
+        if len(self.after) < len(self.seen):
+            return None
+        given = {path: one.full for path, one in self.gradients(True).items()}
+        return replace(record.values_of(self.after), gradients=given)
 
     @cached_property
     def corners(self) -> list[dict[record.Key, Spread]]:

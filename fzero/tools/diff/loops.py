@@ -58,9 +58,8 @@ class Log:
                 p.register_post_accumulate_grad_hook(self._made(path))
             if self._disturbance and p.is_floating_point():
                 with torch.no_grad():
-                    p.copy_(
-                        rounding.perturbed(p, self._disturbance, rounding.signs_like(p, source))
-                    )
+                    signs = rounding.signs_like(p, source)
+                    p.copy_(rounding.perturbed(p, self._disturbance, signs))
 
     def loss(self, loss: Tensor) -> None:
         """Tell the loss of a backward, on this rank; compared is the mean over ranks."""
@@ -208,9 +207,8 @@ def _compared(
             fix="give both parameters of the same names and shapes, and call log.start in both.",
         )
     unit = max(unit, min(mine.coarsest, other.coarsest), *map(rounding.eps_of, other.dtypes))
-    return _first(
-        mine, other, twin, unit, wide or max(mine.dtypes | other.dtypes, key=rounding.eps_of)
-    )
+    dtype = wide or max(mine.dtypes | other.dtypes, key=rounding.eps_of)
+    return _first(mine, other, twin, unit, dtype)
 
 
 def _first(
@@ -232,9 +230,8 @@ def _first(
         backward += kind == compare.LOSS
         found = _at(a, b, twin, k, unit)
         if found is not None:
-            return found.placed(
-                compare.Moment(step * (kind != compare.START), 1, backward or None), dtype
-            )
+            at = compare.Moment(step * (kind != compare.START), 1, backward or None)
+            return found.placed(at, dtype)
         if kind == compare.UPDATE:
             step, backward = step + 1, 0
     return None
@@ -253,9 +250,8 @@ def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> compare.Differe
             x, y, z = (rounding.whole_leaf(torch.stack(some).mean(0)) for some in losses)
         else:
             x, y, z = (_spread(some, path, a.start[path]) for some in told)
-        bound = (
-            rounding.disturbed_bound(x.full, z.full) + rounding.TERMS * unit * x.full.double().abs()
-        )
+        rounded = rounding.TERMS * unit * x.full.double().abs()
+        bound = rounding.disturbed_bound(x.full, z.full) + rounded
         found = rounding.first_apart(x, y, 0.0 if kind == compare.START else bound)
         if found is not None:
             differ[path] = found._replace(ranks=()) if kind == compare.LOSS else found
@@ -269,7 +265,6 @@ def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> compare.Differe
 def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> rounding.Spread:
     """Return the copies of all ranks; zeros for a gradient that there is not."""
     nothing = torch.zeros_like(like)
-    flats = [as_real(values.get(path, nothing)).reshape(-1) for values in told]
-    return rounding.Spread(
-        tuple(as_real(like).shape), tuple(rounding.Copy(r, 0, x) for r, x in enumerate(flats))
-    )
+    flats = (as_real(values.get(path, nothing)).reshape(-1) for values in told)
+    copies = tuple(rounding.Copy(rank, 0, x) for rank, x in enumerate(flats))
+    return rounding.Spread(tuple(as_real(like).shape), copies)

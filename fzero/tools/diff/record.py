@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fzero.context.current_rank import current_ranks
 from fzero.context.modes import in_transform
@@ -283,10 +280,7 @@ def spacing_of(state: TrainState) -> float:
     dtypes |= {setup.accumulate_dtype(i) for i in setup.layout.trainable}
     dtypes |= {x.dtype for x in tensors_in(state.optimizer) if x.ndim and x.numel()}
     codecs = {group.codec for group in setup.layout.groups} | {setup.codec}
-    units = [
-        *map(rounding.eps_of, dtypes),
-        *(coarseness(codec) for codec in codecs if codec is not None),
-    ]
+    units = [*map(rounding.eps_of, dtypes), *(coarseness(x) for x in codecs if x is not None)]
     return max(units, default=torch.finfo(torch.float64).eps)
 
 
@@ -340,10 +334,8 @@ def corners_of(state: TrainState, gradients: Flats, unit: float) -> list[Corner]
             return rounding.perturbed(one.numbers, size, of_group[one.group])
 
         optimizer = with_counters(state, slot, counters_of(state), unstepped_of(state))
-        size = rounding.DISTURBANCE * unit * up
-        given = [
-            rounding.perturbed(g, size, sign) for g, sign in zip(gradients, signs, strict=True)
-        ]
+        size, pairs = rounding.DISTURBANCE * unit * up, zip(gradients, signs, strict=True)
+        given = [rounding.perturbed(g, size, sign) for g, sign in pairs]
         new, after = setup.optimizer.advance(shards, given, optimizer, pieces_of(setup), **options)
         corner = slots(after)
         corner |= {key: x - before[key] for key, x in corner.items() if key[0] == MASTERS}
@@ -366,10 +358,8 @@ def spread(
         for rank, some in enumerate(flats):
             if k < len(some) and some[k].numel():
                 for found in leaf_ranges(layout, index, setup.part(placement, rank)):
-                    values = found.of(some[k]).detach().cpu()
-                    copies.setdefault(found.leaf, []).append(
-                        rounding.Copy(rank, found.start, values)
-                    )
+                    own = rounding.Copy(rank, found.start, found.of(some[k]).detach().cpu())
+                    copies.setdefault(found.leaf, []).append(own)
     return {
         layout.names[leaf]: rounding.Spread(layout.leaves[leaf].stored_shape, tuple(some))
         for leaf, some in copies.items()

@@ -193,9 +193,8 @@ def _compared(
     with made_in(wide or torch.get_default_dtype()):
         a, b = RunUnderWay(run_a, wide), RunUnderWay(run_b, wide)
         paths, call = _paths(a, b), _call_of_bits if of_bits else _call
-        logical = [
-            [one.setup.logical for one in flatten_states("diff", x.state)[0]] for x in (a, b)
-        ]
+        states = (flatten_states("diff", run.state)[0] for run in (a, b))
+        logical = [[one.setup.logical for one in some] for some in states]
         if of_bits and (logical[0] != logical[1] or None in logical[0]):
             return None
         found = None if of_bits else _starts(a.values(), b.values())
@@ -239,14 +238,9 @@ def _starts(a: Sequence[Values], b: Sequence[Values]) -> _InState | None:
             if not isinstance(path, str):
                 continue
             y = other.leaves[path]
-            eps = (
-                0.0
-                if x.dtype == y.dtype
-                else max(rounding.eps_of(x.dtype), rounding.eps_of(y.dtype))
-            )
+            eps = max(map(rounding.eps_of, (x.dtype, y.dtype))) if x.dtype != y.dtype else 0.0
             bound = eps * x.double().abs().reshape(-1)
-            found = rounding.first_apart(rounding.whole_leaf(x), rounding.whole_leaf(y), bound)
-            if found is not None:
+            if found := rounding.first_apart(rounding.whole_leaf(x), rounding.whole_leaf(y), bound):
                 return number, compare.difference(compare.START, path, found)
     return None
 
@@ -359,9 +353,8 @@ class RunUnderWay:
         given, batch = copied(state), self.run.batches[number]
         states = flatten_states("diff", given)[0]
         # unless an option asks for a narrower dtype: of gradients, codecs, the optimizer
-        widens = self.wide is not None and max(map(spacing_of, states)) <= rounding.eps_of(
-            rounding.WIDE
-        )
+        finest = max(map(spacing_of, states)) <= rounding.eps_of(rounding.WIDE)
+        widens = self.wide is not None and finest
         recording = CallRecord(len(states), leads, least, widens=widens)
         observed = observe(self.run.step, recording.observers())
 

@@ -7,11 +7,11 @@ the same: the same operands, and all of the same other arguments.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from math import inf, isfinite
 from typing import Any
 
@@ -156,17 +156,11 @@ def function(terms: Terms, head: Hashable, sums: Sequence[Sum], numel: int) -> S
     return (Addend(terms.term(head, parts, full), by, Fraction(1)),)
 
 
-def pointwise(known: Known | None = None) -> Callable[[OpCall], Made]:
-    """Return the meaning of an elementwise op, of which `known` may know more."""
-
-    def made(call: OpCall) -> Made:
-        return _pointwise(call, call.values, known)
-
-    return made
-
-
-def _pointwise(call: OpCall, operands: Sequence[Symbolic], known: Known | None) -> Made:
-    numel = torch.Size(call.shape).numel()
+def pointwise(
+    call: OpCall, known: Known | None = None, operands: Sequence[Symbolic] | None = None
+) -> Made:
+    """An elementwise op, of which `known` may know more, of all tensors or of these operands."""
+    numel, operands = torch.Size(call.shape).numel(), operands or call.values
     fits = all(value.numel == numel or value.uniform is not None for value in operands)
     if not fits or not operands:
         return opaque(call)
@@ -190,13 +184,12 @@ def linear(known: Known, *numbers: str) -> Callable[[OpCall], Made]:
         given = [x for name in numbers if not isinstance(x := call.args[name], Symbolic)]
         held = all(holds(dtype, one) for one in call.dtypes)
         if dtype not in ADDS or not held or not all(holds_number(dtype, x) for x in given):
-            return _pointwise(call, call.values, None)
+            return pointwise(call)
         values = (call.args[name] for name in numbers)
-        return _pointwise(
-            call,
-            [x if isinstance(x, Symbolic) else of_sum(call.terms.number(exact(x))) for x in values],
-            known,
-        )
+        some = [
+            x if isinstance(x, Symbolic) else of_sum(call.terms.number(exact(x))) for x in values
+        ]
+        return pointwise(call, known, some)
 
     return made
 
@@ -225,7 +218,7 @@ def multiply(call: OpCall, sums: list[Sum]) -> Sum | None:
 def product(call: OpCall) -> Made:
     """a b; of truth values, both."""
     if call.dtype is torch.bool and set(call.dtypes) == {torch.bool} and len(call.dtypes) == 2:
-        return _pointwise(call, call.values, multiply)
+        return pointwise(call, multiply)
     return linear(multiply, "self", "other")(call)
 
 
@@ -280,16 +273,11 @@ def _full(call: OpCall, shape: Sequence[int], number: Any, dtype: torch.dtype) -
     return of_sum(whole(call.terms.term(head)), shape)
 
 
-def filled(number: Any = None) -> Callable[[OpCall], Made]:
-    """Return the meaning of an op that makes a tensor of one number: its own, or an argument."""
-
-    def made(call: OpCall) -> Made:
-        given = number
-        if number is None:
-            given = call.args["fill_value"] if "fill_value" in call.args else call.args["s"]
-        return _full(call, call.shape, given, call.dtype)  # type: ignore[arg-type]
-
-    return made
+def filled(call: OpCall, number: Any = None) -> Made:
+    """A tensor of one number: the op's own, or an argument."""
+    if number is None:
+        number = call.args["fill_value"] if "fill_value" in call.args else call.args["s"]
+    return _full(call, call.shape, number, call.dtype)  # type: ignore[arg-type]
 
 
 def opaque(call: OpCall, *more: Hashable, operands: Sequence[Symbolic] | None = None) -> Made:
@@ -424,7 +412,7 @@ def root(call: OpCall) -> Made:
     """sqrt: of a scalar a root, whose square is known."""
     one = call.args["self"].uniform
     if one is None or call.shape or call.dtype not in REALS or call.dtypes[0] not in REALS:
-        return pointwise(zero_of_zero)(call)
+        return pointwise(call, zero_of_zero)
     return _root_of(call, one)
 
 
@@ -466,11 +454,7 @@ def updated(call: OpCall) -> Made:
             own = call.dtypes[i : 2 * count + len(slots) : count]
             head = "update", args["rule"], args["options"], own, args["lr"] is not None, output
             flats = [params[i], grads[i], *slots[i::count], *shared]
-
-            def fn(sums: list[Sum], n: int, head: Any = head) -> Sum:
-                return function(terms, head, sums, n)
-
-            made.append(elementwise(call, params[i].shape, flats, fn))
+            made.append(elementwise(call, params[i].shape, flats, partial(function, terms, head)))
     return made
 
 
@@ -520,7 +504,7 @@ def _each(text: str, meaning: Meaning) -> dict[Overload, Meaning]:
 
 
 MEANINGS: dict[Overload, Meaning] = {
-    **_each(names.ELEMENTWISE, pointwise()),
+    **_each(names.ELEMENTWISE, pointwise),
     **_each(names.OPAQUE, opaque),
     **_each(names.DRAWS, lambda call: opaque(call, "draw", call.draw)),
     **_each("add.Tensor add.Scalar", linear(added_as(0, 1, 1), "self", "other")),
@@ -529,25 +513,25 @@ MEANINGS: dict[Overload, Meaning] = {
     **_each("mul.Tensor mul.Scalar", product),
     **_each("div.Tensor div.Scalar", linear(divide, "self", "other")),
     **_each("neg", linear(lambda _, sums: times(sums[0], Fraction(-1)), "self")),
-    **_each("where.self", pointwise(choice)),
-    **_each("abs", pointwise(zero_of_zero)),
-    **_each("pow.Tensor_Scalar", pointwise(power)),
-    **_each("clamp", pointwise(bounded)),
-    **_each("eq.Tensor", pointwise(equal)),
-    **_each("ne.Scalar", pointwise(unequal)),
-    **_each("bitwise_not logical_not", pointwise(negation)),
+    **_each("where.self", partial(pointwise, known=choice)),
+    **_each("abs", partial(pointwise, known=zero_of_zero)),
+    **_each("pow.Tensor_Scalar", partial(pointwise, known=power)),
+    **_each("clamp", partial(pointwise, known=bounded)),
+    **_each("eq.Tensor", partial(pointwise, known=equal)),
+    **_each("ne.Scalar", partial(pointwise, known=unequal)),
+    **_each("bitwise_not logical_not", partial(pointwise, known=negation)),
     **_each("_to_copy", cast),
     **_each("clone lift_fresh_copy", lambda call: call.args["self"]),
     **_each("copy", copied),
-    **_each("zeros zeros_like new_zeros", filled(0)),
-    **_each("ones ones_like new_ones", filled(1)),
-    **_each("full full_like new_full scalar_tensor", filled()),
+    **_each("zeros zeros_like new_zeros", partial(filled, number=0)),
+    **_each("ones ones_like new_ones", partial(filled, number=1)),
+    **_each("full full_like new_full scalar_tensor", filled),
     **_each("sum", total),
     **_each("linalg_vector_norm", norm),
     **_each("sqrt", root),
     **_each("all", every),
     **_each("cat", catenated),
-    **_each("stack", functools.partial(catenated, stacks=True)),
+    **_each("stack", partial(catenated, stacks=True)),
     UPDATE: updated,
     schedule._opoverload: scheduled,
     GRADIENT: gradient,

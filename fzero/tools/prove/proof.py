@@ -357,9 +357,8 @@ class ProgramRecorder:
     def of(self, world: int, rank: int) -> RecordedStep:
         """Return the program of a rank among `world`. On one rank gradients are marked."""
         mode = self._found.mode()
-        params: Any = optree.tree_unflatten(
-            self._treespec, [_params(mode, one) for one in self._given]
-        )
+        blank = [_params(mode, one) for one in self._given]
+        params: Any = optree.tree_unflatten(self._treespec, blank)
         with self.watch.entered(), abstract_rank(rank, world):
             new = self._step.init(
                 params, self._optimizers, initializer=lambda _, leaf: torch.empty_like(leaf)
@@ -508,11 +507,9 @@ class Watch:
             return swap(*tensors)
 
         names = ("__getitem__", "__iter__", "__len__")
-        new = [(environment, name, reader(getattr(environment, name))) for name in names]
-        new += [
-            (torch.utils, "swap_tensors", swapped),
-            (c10d, "_world", _Groups(self, c10d._world)),
-        ]
+        new: list[Any] = [(environment, x, reader(getattr(environment, x))) for x in names]
+        new.append((torch.utils, "swap_tensors", swapped))
+        new.append((c10d, "_world", _Groups(self, c10d._world)))
         old = [(of, name, getattr(of, name)) for of, name, _ in new]
         try:
             for one in new:

@@ -260,10 +260,8 @@ class _ProgramReader:
                 else:
                     self._run(node)
                 wrote = node in self._writers_of(node)
-                made[node] = [
-                    self._memory.read(self._memory.all_of(one) if wrote else one)
-                    for one in self._held(node)
-                ]
+                held = (self._memory.all_of(one) if wrote else one for one in self._held(node))
+                made[node] = [*map(self._memory.read, held)]
             except _NOTHING_KNOWN as error:
                 said = isinstance(error, NotImplementedError | OutOfBudget)
                 stopped = node, f"{error}" if said else repr(error)

@@ -385,10 +385,8 @@ class Interpretation:
 
         def only_if(value: Symbolic, *, varies: bool) -> Symbolic:
             """Return the addends that are each rank's own, or those that are not."""
-            return value.on(
-                Stretch(p.numel, tuple(x for x in p.sum if x.term.varies is varies))
-                for p in value.pieces
-            )
+            some = ((p, (x for x in p.sum if x.term.varies is varies)) for p in value.pieces)
+            return value.on(Stretch(p.numel, tuple(own)) for p, own in some)
 
         first, varying = values[0], [only_if(value, varies=True) for value in values]
         if name == "all_gather" and first.shape and not any(any(x.addends) for x in varying):
@@ -399,9 +397,8 @@ class Interpretation:
             raise NotImplementedError("it joins or sums what ranks have made in other ways")
         rows = [[Stretch(p.numel, self.over_ranks(p.sum)) for p in varying[0].pieces]]
         rows += [[*only_if(value, varies=False).pieces] for value in values]
-        summed = first.on(
-            Stretch(n, self._joined_totals(reduce(added, sums))) for n, sums in aligned(rows)
-        )
+        totals = ((n, self._joined_totals(reduce(added, sums))) for n, sums in aligned(rows))
+        summed = first.on(Stretch(n, one) for n, one in totals)
         if name == "all_reduce":
             return [summed] * len(values)
         return [self._part(summed, rank, len(values)) for rank in range(len(values))]

@@ -5,8 +5,8 @@ Constants are texts by which they are told apart: tensors and functions by what 
 
 from __future__ import annotations
 
-import functools
 import json
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,9 +118,7 @@ class _Reads:
             return "value", self._names[root]
         name = str(root.target)
         if name not in self._digests:
-            self._digests[name] = tensor_key(
-                functools.reduce(getattr, name.split("."), self._graph)
-            )
+            self._digests[name] = tensor_key(operator.attrgetter(name)(self._graph))
         return "constant", self._digests[name]
 
     def _inside(self, x: Tensor, root: fx.Node, phase: Phase) -> tuple[tuple[str, str], int] | None:

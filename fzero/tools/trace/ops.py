@@ -101,38 +101,24 @@ def _distances(a: Tensor, b: Tensor) -> int:
     return 2 * math.prod(a.shape[:-1]) * b.shape[-2] * (a.shape[-1] + 2)
 
 
-def _packets(**formulas: Callable[..., int]) -> Mapping[Any, Callable[..., int]]:
-    """The formulas by the ops of these names that this version of torch has."""
-    return {getattr(_aten, name): f for name, f in formulas.items() if hasattr(_aten, name)}
+def _packets(formula: Callable[..., int], *names: str) -> dict[Any, Callable[..., int]]:
+    """A formula, by the ops of these names that this version of torch has."""
+    return {getattr(_aten, name): formula for name in names if hasattr(_aten, name)}
 
 
-_OWN = _packets(
-    _scaled_dot_product_flash_attention_for_cpu=_attention,
-    _scaled_dot_product_flash_attention_for_cpu_backward=_attention_backward,
-    _scaled_dot_product_flash_attention=_attention,
-    _scaled_dot_product_flash_attention_backward=_attention_backward,
-    _scaled_dot_product_efficient_attention=_attention,
-    _scaled_dot_product_efficient_attention_backward=_attention_backward,
-    _scaled_dot_product_cudnn_attention=_attention,
-    _scaled_dot_product_cudnn_attention_backward=_attention_backward,
-    _scaled_dot_product_fused_attention_overrideable=_attention,
-    _scaled_dot_product_attention_math_for_mps=_attention,
-    mv=_product,
-    dot=_product,
-    vdot=_product,
-    _int_mm=_product,
-    addmv=_added_product,
-    addmv_=_added_product,
-    addmm_=_added_product,
-    addbmm=_added_product,
-    addbmm_=_added_product,
-    baddbmm_=_added_product,
-    _addmm_activation=_added_product,
-    _grouped_mm=_grouped_product,
-    _scaled_grouped_mm=_grouped_product,
-    _trilinear=_trilinear,
-    _euclidean_dist=_distances,
-)
+_SDPA = "_scaled_dot_product_"
+_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_MORE = ("fused_attention_overrideable", "attention_math_for_mps")
+_ADDED = ("addmv", "addmv_", "addmm_", "addbmm", "addbmm_", "baddbmm_", "_addmm_activation")
+_OWN = {
+    **_packets(_attention, *(f"{_SDPA}{kind}" for kind in (*_FUSED, *_MORE))),
+    **_packets(_attention_backward, *(f"{_SDPA}{kind}_backward" for kind in _FUSED)),
+    **_packets(_product, "mv", "dot", "vdot", "_int_mm"),
+    **_packets(_added_product, *_ADDED),
+    **_packets(_grouped_product, "_grouped_mm", "_scaled_grouped_mm"),
+    **_packets(_trilinear, "_trilinear"),
+    **_packets(_distances, "_euclidean_dist"),
+}
 
 
 Phase = Literal["forward", "backward", "update"]
@@ -293,10 +279,8 @@ def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tu
 def names_of(program: RecordedStep) -> dict[fx.Node, str]:
     """Name each value: a, b, ..., z, aa, ...; not as a parameter, which has its path for a name."""
     taken = {leaf.path for state in program.states for leaf in state.setup.layout.leaves}
-    letters = itertools.chain.from_iterable(
-        map("".join, itertools.product(string.ascii_lowercase, repeat=n))
-        for n in itertools.count(1)
-    )
+    words = (itertools.product(string.ascii_lowercase, repeat=n) for n in itertools.count(1))
+    letters = map("".join, itertools.chain.from_iterable(words))
     free = (name for name in letters if name not in taken)
 
     def has_no_name(node: fx.Node) -> bool:
@@ -313,10 +297,8 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
     """
     marked = list(map(ran_by_autograd, nodes))
     last = max((i for i, inside in enumerate(marked) if inside), default=-1)
-    of_gradient: set[fx.Node] = set()
-    of_state = {
-        node for node, path in zip(inputs_of(nodes), paths, strict=True) if path.startswith("state")
-    }
+    of_gradient, inputs = set[fx.Node](), zip(inputs_of(nodes), paths, strict=True)
+    of_state = {node for node, path in inputs if path.startswith("state")}
     phases: dict[fx.Node, Phase] = {}
     updates = False
     for i, node in enumerate(nodes):
@@ -465,12 +447,8 @@ def is_params(path: str) -> bool:
 # Bytes alive. Storages are counted, each from the op that creates it to its last reader.
 
 _KINDS = tuple(field.name for field in fields(Alive))
-_OF_FIELD = {
-    "params": "parameters",
-    "optimizer": "optimizer",
-    "gradients": "gradients",
-    "window": "gradients",
-}
+_OF_FIELD = {"params": "parameters", "optimizer": "optimizer"}
+_OF_FIELD |= {"gradients": "gradients", "window": "gradients"}
 
 _PUT_TOGETHER = (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd, torch.ops.aten._to_copy)
 """Ops, beside pointwise ones, through which the pieces of a gradient become the gradient."""
@@ -568,8 +546,5 @@ def _puts_together(node: fx.Node) -> bool:
     target: Any = node.target
     if not is_op(node) or not isinstance(target, torch._ops.OpOverload):
         return False
-    return (
-        target.is_view
-        or torch.Tag.pointwise in target.tags
-        or target.overloadpacket in _PUT_TOGETHER
-    )
+    pointwise = torch.Tag.pointwise in target.tags
+    return target.is_view or pointwise or target.overloadpacket in _PUT_TOGETHER

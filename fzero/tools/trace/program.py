@@ -22,10 +22,7 @@ import optree
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,11 +171,9 @@ _RESULT = ("state", "aux")
 
 def _paths(tree: Any, names: tuple[str, str]) -> tuple[str, ...]:
     """Return the path of each tensor, in the first of a tuple or in the rest."""
-    found = []
-    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
-    for accessor, leaf in zip(
-        optree.tree_accessors(tree, namespace=NAMESPACE), leaves, strict=True
-    ):
+    found, leaves = [], optree.tree_leaves(tree, namespace=NAMESPACE)
+    accessors = optree.tree_accessors(tree, namespace=NAMESPACE)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
         if isinstance(leaf, Tensor):
             first, rest = accessor[0].entry, accessor[1:]
             single = names is _RESULT and first == 1
@@ -225,8 +220,7 @@ class _Mark(TorchDispatchMode):
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder handles it first; the ops it calls come back
         inside = torch._C._current_autograd_node() is not None
-        noted = {BACKWARD: inside, MODULE: self._modules.here()}
-        fx_traceback.current_meta["custom"] = noted
+        fx_traceback.current_meta["custom"] = {BACKWARD: inside, MODULE: self._modules.here()}
         return func(*args, **(kwargs or {}))
 
 
@@ -253,8 +247,7 @@ class _Modules:
 
     def leave(self) -> None:
         """Pop a module that ends its forward."""
-        inside = self._inside[get_ident()]
-        if inside:
+        if inside := self._inside[get_ident()]:
             inside.pop()
 
     def here(self) -> str:
@@ -305,10 +298,8 @@ def require_recordable(tool: str, step: Any, states: Sequence[TrainState]) -> No
         what, cause = "logical ranks", "a rank runs several, one after another, on their own rows"
         fix = "shard the step without logical_ranks=; the numbers are those of as many ranks"
     elif any(getattr(getattr(x, "precision", None), "encoding", None) is not None for x in encoded):
-        what, cause = (
-            "states of 8 bits or fewer",
-            "state_dtype=codec, whose kernels are in no graph",
-        )
+        what = "states of 8 bits or fewer"
+        cause = "state_dtype=codec, whose kernels are in no graph"
         fix = "make the state with state_dtype=None"
     elif isinstance(step, Step) and "check_finite" in step.names():
         what, cause = "fzero.check_finite", "it reads values, to raise where one is not finite"

@@ -111,7 +111,9 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
         window=replace(state.window, pending=window),
         optimizer=of(offload.optimizer)(state.optimizer),
         slots={
-            name: slot if slot.form.kind == "window" else of(offload.optimizer)(slot)
+            name: slot
+            if slot.form.kind == "window" or slot.form.leaves == "number"
+            else of(offload.optimizer)(slot)
             for name, slot in state.slots.items()
         },
     )

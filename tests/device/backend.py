@@ -64,10 +64,12 @@ class Work:
     def complete(self) -> None:
         """Have the numbers be there, whichever thread is the first to ask for them."""
         with self._completing:
-            while self.works:
-                self.works.pop(0).wait()
-            while self.finish:
-                self.finish.pop(0)()
+            for work in self.works:  # one that failed raises for each that waits
+                work.wait()
+            self.works.clear()
+            for finish in self.finish:
+                finish()
+            self.finish.clear()
 
     def is_completed(self) -> bool:
         """Return whether it is over, which the host then knows."""

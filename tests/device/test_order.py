@@ -6,6 +6,7 @@ import ctypes
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import on_sim
+from tests.device.backend import Work
 from tests.device.order import checked
 from tests.device.programs import FAULTS, SOUND
 
@@ -93,3 +95,16 @@ def test_two_threads_wait_for_one_collective() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(waited, range(2))] == [8.0, 8.0]
+
+
+def test_a_collective_that_failed_raises_for_each_that_waits() -> None:
+    def wait() -> None:
+        raise RuntimeError("a rank is gone")
+
+    nowhere: Any = None
+    work = Work([], nowhere)
+    work.works.append(SimpleNamespace(wait=wait))
+    work.finish.append(lambda: pytest.fail("it gave a result"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            work.complete()

@@ -415,8 +415,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!where) where = Device(kSim, current);
   if (where->index() < 0) where->set_index(current);
   bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put_impl_", 0) == 0;
+  bool lengths = name.rfind("aten::_ctc_loss", 0) == 0;  // may be on the host
   for (auto& [t, write] : used) {
-    bool number = t.is_cpu() && t.dim() == 0 && !write && name.rfind("aten::_fused", 0) != 0;
+    bool number = t.is_cpu() && (t.dim() == 0 || lengths) && !write && name.rfind("aten::_fused", 0) != 0;
     bool moves = by_index && t.is_cpu() && !write;
     TORCH_CHECK(t.device() == *where || number || moves, "Expected all tensors to be on the same device, but ",
                 name, " got one on ", *where, " and one on ", t.device(), " of shape ", t.sizes());
@@ -606,6 +607,28 @@ Tensor dropout(const Tensor& input, double p, bool train) {
   return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
 }
 
+// Of recurrent cells torch asks all devices but the CPU for one kernel: here the CPU's operators.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& x, const Tensor& h, const Tensor& c, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto gates = ((b ? x + *b : x) + (d ? h + *d : h)).chunk(4, 1);
+  auto cy = gates[1].sigmoid() * c + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, x.options())};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& x, const Tensor& h, const Tensor& hx, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto of_x = (b ? x + *b : x).chunk(3, 1), of_h = (d ? h + *d : h).chunk(3, 1);
+  auto fresh = (of_x[2] + (of_x[0] + of_h[0]).sigmoid() * of_h[2]).tanh();
+  return {(hx - fresh) * (of_x[1] + of_h[1]).sigmoid() + fresh, at::empty({0}, x.options())};
+}
+
+// The CPU has it for floats alone, and models ask other devices for it of whole numbers.
+Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  auto own = host(x);
+  auto floats = at::isIntegralType(own.scalar_type(), true) ? own.to(at::kDouble) : own;
+  auto out = moved(at::histc(floats, bins, low, high).to(x.scalar_type()), x.device());
+  note("aten::histc", x.device(), {{x, false}, {out, true}});
+  return out;
+}
+
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, c10::IntArrayRef stride, c10::IntArrayRef padding,
                    c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -649,10 +672,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (auto* name : {"addr", "addr.out", "native_group_norm", "native_layer_norm", "linalg__powsum", "mish_backward", "silu_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("dropout", dropout);
+  m.impl("histc", histc);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", dropout); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", dropout);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+}
 
 }  // namespace sim
 

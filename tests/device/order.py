@@ -160,24 +160,15 @@ class Order:
     # Operations
 
     def ran(self, op: str, stream: Stream, accesses: Sequence[Any]) -> None:
-        """An operation was enqueued."""
-        clock = self._enqueued(stream)
-        place = self._place()
+        """An operation was enqueued, or the host read or wrote pinned memory."""
+        clock, place = self._clocks.setdefault(stream, {}), self._place()
+        _merge(clock, self._clocks[HOST])
+        clock[stream] = clock.get(stream, 0) + 1
         for block, lo, item, sizes, strides, write in accesses:
             last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
             hi = lo + (last + 1) * item
             found = Access(lo, hi, item, sizes, strides, write, stream, clock[stream], op, place)
             self._note(block, found, clock)
-
-    def host_ran(self, op: str, accesses: Sequence[Any]) -> None:
-        """The host read or wrote pinned memory."""
-        self.ran(op, HOST, accesses)
-
-    def _enqueued(self, stream: Stream) -> Clock:
-        clock = self._clocks.setdefault(stream, {})
-        _merge(clock, self._clocks[HOST])
-        clock[stream] = clock.get(stream, 0) + 1
-        return clock
 
     def _block(self, number: int) -> Block:
         return self._blocks.setdefault(number, Block())  # older than this watch
@@ -209,7 +200,9 @@ class Order:
             else [f"{old.op} ({_verb(old)} on {_called(old.stream)})", _told(old.place)]
         )
         verb = f"{access.op} ({_verb(access)} on {_called(access.stream)})"
-        found = Report(kind, f"{of}{what}", verb, _told(access.place), *ends)
+        self._add(Report(kind, f"{of}{what}", verb, _told(access.place), *ends))
+
+    def _add(self, found: Report) -> None:
         if found not in self.reports:
             self.reports.append(found)
 
@@ -298,9 +291,7 @@ class Order:
         if not direct:
             where = "to" if to_host else "from"
             what = f"a non_blocking copy {where} the host whose memory there is not pinned"
-            found = Report("pageable", what, "aten::copy_", _told(self._place()))
-            if found not in self.reports:
-                self.reports.append(found)
+            self._add(Report("pageable", what, "aten::copy_", _told(self._place())))
             return
         number = used[0][0]
         self._block(number).pinned = True  # also of one that is older than this watch

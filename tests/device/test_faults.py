@@ -118,7 +118,8 @@ def transformed(transform: Callable[[Any], Any], stage: int, steps: int = 2) -> 
 
 def by_host() -> None:
     """A group that has no backend for the device."""
-    mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "sim", mesh_dim_names=("dp",))
+    group: Any = dist.new_group(backend="gloo")
+    mesh = DeviceMesh.from_group(group, "sim", mesh_dim_names=("dp",))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*go through host memory")
         by_engine(Task(stage=3, steps=1), dist.get_rank(), "sim", mesh)

@@ -401,11 +401,13 @@ class GradGeneration:
         def cleared(state: TrainState) -> TrainState:
             layout, pending = state.setup.layout, state.window.pending
             if state.gradients.held:
-                address.here.of(state.gradients.flats[address.number]).zero_()
+                own = address.here.of(state.gradients.flats[address.number])
+                change(own, state.device, Tensor.zero_)
             if pending.held:
                 begin = layout.groups[address.index].offsets[address.here.position]
                 numel = layout.leaves[address.here.leaf].numel
-                pending.flats[address.number][begin : begin + numel].zero_()
+                own = pending.flats[address.number][begin : begin + numel]
+                change(own, state.device, Tensor.zero_)
             return state.replace(progress=without_use(state.progress, unused))
 
         if address.leads:

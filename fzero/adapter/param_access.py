@@ -21,7 +21,7 @@ from fzero.adapter.gradients import as_held, used
 from fzero.adapter.writes import own_part, take_values
 from fzero.collectives import broadcast, gather_objects
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.offload import to_device
+from fzero.machine.offload import change, to_device, write_back
 from fzero.machine.owners import Owners, owners_of
 from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
 from fzero.machine.partition import identity
@@ -201,10 +201,10 @@ def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
     """
     place, kept = _kept_as(driver, path, name)
-    piece = kept.held
     if kept.kind == "elements":
-        piece = place.piece(driver.state, _numbers(driver.state, place.group, name, piece))
-    return piece.clone()
+        held = _numbers(driver.state, place.group, name, kept.held)
+        return place.piece(driver.state, held).clone()
+    return kept.copied(driver.state)
 
 
 @torch.no_grad()
@@ -225,7 +225,7 @@ def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
         return _of_owner(state, place.leaf.path)[name]
     if kept.kind == "elements":
         return place.whole(state, _numbers(state, place.group, name, kept.held)).clone()
-    return kept.held.clone()
+    return kept.copied(state)
 
 
 def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
@@ -272,11 +272,19 @@ def _write_state(
     elif kept.kind != "elements":
         _fill(path, kept.held, value)
     else:
-        codec = codec_in(state.setup, place.group, name)
-        numbers = _numbers(state, place.group, name, kept.held)
-        (place.write if whole else place.write_piece)(state, numbers, torch.as_tensor(value))
-        if codec is not None:
-            codec.write(kept.held, numbers)
+        codec, given = codec_in(state.setup, place.group, name), torch.as_tensor(value)
+        write = place.write if whole else place.write_piece
+
+        def write_encoded(row: Tensor) -> None:
+            assert codec is not None
+            numbers = codec.numbers(row)
+            write(state, numbers, given)
+            codec.write(row, numbers)
+
+        if codec is None:
+            write(state, kept.held, given)
+        else:
+            change(kept.held, state.device, write_encoded)
     # It has a state now, which its first step does not make.
     driver.put(state.replace(optimizer=rule.begun(state.optimizer, paths, leaf)))
 
@@ -291,7 +299,7 @@ def _fill(path: str, held: Tensor, value: Tensor | float) -> None:
             cause="a value of another parameter, or a part of one.",
             fix="give the whole value, in the shape that the getter of the same name returns.",
         )
-    held.copy_(given.detach().reshape(held.shape))
+    write_back(held, given.detach().reshape(held.shape))
 
 
 class ParamSlot(NamedTuple):
@@ -299,6 +307,11 @@ class ParamSlot(NamedTuple):
 
     kind: str  # elements: of its group, cut like it. whole: a flat of its own. counter. owned
     held: Tensor  # encoded, where it is kept so
+
+    def copied(self, state: TrainState) -> Tensor:
+        """Return a copy of it on the device; a counter stays where it is."""
+        counts = self.kind == "counter"
+        return (self.held if counts else to_device(self.held, state.device)).clone()
 
 
 def _kept_as(driver: Driver, path: str, name: str) -> tuple[ParameterPlace, ParamSlot]:
@@ -344,7 +357,7 @@ def _steps(state: TrainState, path: str) -> bool:
 
 def _numbers(state: TrainState, group: int, name: str, flat: Tensor) -> Tensor:
     codec = codec_in(state.setup, group, name)
-    return flat if codec is None else codec.numbers(flat)
+    return flat if codec is None else codec.numbers(to_device(flat, state.device))
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
@@ -356,7 +369,7 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
     every = [_kept_of(state, place) for place in places]
     found = {
         place.leaf.path: {
-            name: one.held.clone() for name, one in kept.items() if one.kind != "elements"
+            name: one.copied(state) for name, one in kept.items() if one.kind != "elements"
         }
         | _of_owner(state, place.leaf.path)
         for place, kept in zip(places, every, strict=True)
@@ -511,7 +524,7 @@ class ParameterPlace(NamedTuple):
             )
         here = self._range(state, part)
         with torch.no_grad():
-            here.of(part).copy_(self._stored(value)[here.start : here.stop])
+            write_back(here.of(part), self._stored(value)[here.start : here.stop])
 
     def write_piece(self, state: TrainState, part: Tensor, value: Tensor) -> None:
         """Write what this rank has of it, 1-D, into a part."""
@@ -526,7 +539,7 @@ class ParameterPlace(NamedTuple):
                 fix="give as many elements as the getter of the same name returns here.",
             )
         with torch.no_grad():
-            held.copy_(self._stored(value))
+            write_back(held, self._stored(value))
 
     def _require_elements(self) -> None:
         """Raise `LayoutError` for a leaf of which a part has bytes, and no elements."""

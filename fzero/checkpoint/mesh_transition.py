@@ -36,7 +36,7 @@ from fzero.context.device import current_device
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from fzero.machine.named_shards import leaf_paths
-from fzero.machine.offload import offloaded, to_device
+from fzero.machine.offload import offloaded, to_device, wait_for_copies
 from fzero.optim import TorchOptimizer
 from fzero.optim.entries import slots_of
 from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, axis_of, refuse_part, world
@@ -314,8 +314,6 @@ def _moved(
                 "fzero.checkpoint.save, and load into a state that was made with those.)"
             )
             raise
-        for slot in slots_of(state):  # some rules begin with other values; padding is zero
-            slot.flat.zero_() if slot.codec is None else slot.codec.fill(slot.flat)
         rank = state.mesh.rank
         own = rank % state.setup.axis.size
         for name, some in (pair for rank_has in spans for pair in rank_has.items()):
@@ -335,7 +333,12 @@ def _moved(
             for name, form in more.items()
             if name not in slots
         ]
-        return NewState(state.replace(slots=made), saved, rank, moves=moves)
+        state = state.replace(slots=made)
+        there: Any = [state, [entry.values for entry in moves]]
+        wait_for_copies(optree.tree_leaves(there, namespace=NAMESPACE))  # the host writes to it
+        for slot in slots_of(state):  # some rules begin with other values; padding is zero
+            slot.flat.zero_() if slot.codec is None else slot.codec.fill(slot.flat)
+        return NewState(state, saved, rank, moves=moves)
 
     if here.is_stack:
         targets = here.run(here.new, target)

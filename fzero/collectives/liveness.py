@@ -17,6 +17,7 @@ cannot be read (rank 0 may hold it) makes the answer shorter, never an error.
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import json
 import os
@@ -217,7 +218,15 @@ class Pulse:
             return
 
     def _waits(self) -> tuple[str, str]:
-        stacks: dict[int, FrameType] = vars(sys)["_current_frames"]()
+        # Python 3.11 may collect garbage in this call, under a lock that threads need to start and
+        # to end: a tensor that is freed there lets another thread run, which waits for the lock.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            stacks: dict[int, FrameType] = vars(sys)["_current_frames"]()
+        finally:
+            if collects:
+                gc.enable()
         return where_is(stacks.get(threading.main_thread().ident or 0))
 
 

@@ -121,7 +121,7 @@ def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.
     works = list[Any]()
     for chunks, into in zip(sent, got, strict=True):
         if chunks[0].numel() and not is_abstract():
-            works += lowering.exchange_chunks(chunks, into, axis)[0]
+            works += lowering.exchange_chunks(chunks, into, axis)
     return InFlight("all_to_all", axis, works, finish, [x for s in sent for x in s])
 
 

@@ -304,12 +304,9 @@ def begin_uneven_all_to_all(
         return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
     works, outs = list[Any](), [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
     for x, out in zip(xs, outs, strict=True) if not is_abstract() else ():
-        if is_gloo(axis, x.device):
-            own, got = torch.split(x, list(sent)), torch.split(out, list(received))
-            works += sends_between(own, got, axis)
-            got[axis.rank].copy_(own[axis.rank])
-        else:
-            works.append(_single(out, x, received, sent, axis, "all_to_all"))
+        own, got = torch.split(x, list(sent)), torch.split(out, list(received))
+        works += exchange_chunks(own, got, axis)
+        got[axis.rank].copy_(own[axis.rank])
     return InFlight("all_to_all", axis, works, lambda: outs, xs)
 
 
@@ -351,16 +348,9 @@ def begin_permute(
         if source == mine:
             out.copy_(x)
         nothing = x.new_empty(0)
-        own = [x if r == target and r != mine else nothing for r in ranks]
-        got = [out if r == source and r != mine else nothing for r in ranks]
-        if is_gloo(axis, x.device):
-            works += sends_between(own, got, axis, "ppermute")
-            continue
-        # As an all_to_all, of which every rank of the group is a part: ranks without a pair too.
-        comes, goes = ([piece.numel() for piece in some] for some in (got, own))
-        into = out.view(-1) if any(comes) else nothing
-        outof = x.view(-1) if any(goes) else nothing
-        works.append(_single(into, outof, comes, goes, axis, "ppermute"))
+        own = [x if r == target else nothing for r in ranks]
+        got = [out if r == source else nothing for r in ranks]
+        works += exchange_chunks(own, got, axis, "ppermute")
     return InFlight("ppermute", axis, works, lambda: outs, xs)
 
 
@@ -644,15 +634,6 @@ def begin_scatter_by_exchange(
     return InFlight(op, axis, works, lambda: [combine(x, axis.rank) for x in parts], fulls)
 
 
-def _single(
-    out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis, op: str
-) -> Any:
-    with explained(op, axis):
-        return PARTLY_TYPED.all_to_all_single(
-            out, x, list(received), list(sent), group=axis.group(), async_op=True
-        )
-
-
 def sends_between(
     sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str = "all_to_all"
 ) -> list[Any]:
@@ -763,8 +744,8 @@ def start_uneven_all_to_all(
         return given(swap_parts("all_to_all", list(sent), axis), axis)
     pairs = zip(sent, sizes, strict=True)
     got = [x if r == mine else x.new_empty(size) for r, (x, size) in enumerate(pairs)]
-    works, held = ([], sent) if is_abstract() else exchange_chunks(sent, got, axis)
-    return InFlight("all_to_all", axis, works, lambda: got, held)
+    works = [] if is_abstract() else exchange_chunks(sent, got, axis)
+    return InFlight("all_to_all", axis, works, lambda: got, sent)
 
 
 def exchange_beside(
@@ -787,20 +768,21 @@ def exchange_beside(
 
 
 def exchange_chunks(
-    sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis
-) -> tuple[list[Any], Sequence[Tensor]]:
+    sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str = "all_to_all"
+) -> list[Any]:
     """Send sent[r] to each other rank r, and fill got[r] with what it sends; own ones stay.
 
-    Returns the works, and what they read.
+    Returns the works, which read what is sent. Off gloo every rank of the group is a part of it,
+    those with nothing to send or to get, too.
     """
     mine = axis.rank
     if is_gloo(axis, sent[mine].device):
-        return sends_between(sent, got, axis), sent
+        return sends_between(sent, got, axis, op)
     nothing = sent[mine].new_empty(0)
-    away = [nothing if r == mine else x.contiguous() for r, x in enumerate(sent)]
+    away = [nothing if r == mine else x for r, x in enumerate(sent)]
     into = [nothing if r == mine else x for r, x in enumerate(got)]
-    with explained("all_to_all", axis):
-        return [PARTLY_TYPED.all_to_all(into, away, group=axis.group(), async_op=True)], away
+    with explained(op, axis):
+        return [PARTLY_TYPED.all_to_all(into, away, group=axis.group(), async_op=True)]
 
 
 PARTLY_TYPED: Any = dist

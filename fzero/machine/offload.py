@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.current_rank import has_no_values, kind_of
-from fzero.context.device import accelerator, accelerator_in_use
+from fzero.context.device import accelerator
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk
@@ -112,7 +112,9 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
         window=replace(state.window, pending=window),
         optimizer=of(offload.optimizer)(state.optimizer),
         slots={
-            name: slot if slot.form.kind == "window" else of(offload.optimizer)(slot)
+            name: slot
+            if slot.form.kind == "window" or slot.form.leaves == "number"
+            else of(offload.optimizer)(slot)
             for name, slot in state.slots.items()
         },
     )
@@ -161,9 +163,15 @@ def is_pinned(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() > 0 and not has_no_values(x) and x.is_pinned()
 
 
+_COPIES_FROM = set[torch.device]()
+"""The devices from which copies to pinned memory were started."""
+
+
 def _filled(made: Tensor, x: Tensor) -> Tensor:
     if x.device != made.device:
-        made.copy_(x.to(made.dtype), non_blocking=is_pinned(made))
+        if pinned := is_pinned(made):
+            _COPIES_FROM.add(x.device)
+        made.copy_(x.to(made.dtype), non_blocking=pinned)
     else:  # also what is copied from the host to the host, which then waits
         wait_for_copies([x, made])
         made.copy_(x)
@@ -172,9 +180,10 @@ def _filled(made: Tensor, x: Tensor) -> Tensor:
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:
-    """Wait for copies to pinned memory, before the host reads these tensors."""
-    if accelerator_in_use() and any(isinstance(x, Tensor) and is_pinned(x) for x in tensors):
-        torch.accelerator.synchronize()
+    """Wait for copies to pinned memory, before the host reads or writes these tensors."""
+    if _COPIES_FROM and any(isinstance(x, Tensor) and is_pinned(x) for x in tensors):
+        for device in [*_COPIES_FROM]:
+            torch.accelerator.synchronize(device)
 
 
 # Files.

@@ -17,6 +17,7 @@ from fzero.context.current_rank import current_ranks
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, is_count, require
+from fzero.machine.offload import wait_for_copies
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.train_state import stack_ranks
@@ -188,6 +189,7 @@ def _stack(results: Sequence[Any]) -> Any:
     for rank, (_, other) in enumerate(flat):
         if other != treespec:
             raise _unlike(rank, results[rank], results[0])
+    wait_for_copies(leaf for leaves, _ in flat for leaf in leaves)
     columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     of_states = [
         is_state(part)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fzero.collectives.liveness import Sign, lost_ranks
+from fzero.collectives.liveness import Pulse, Sign, lost_ranks
 from tests.ranks import spawn_script
 
 OURS, WAITS = (Sign(), Sign(9, 7)), (Sign(4, 7), Sign(9, 7))  # the reader, a rank that waits, too
@@ -37,6 +40,22 @@ def test_blame(ranks: list[tuple[Sign, Sign]], blamed: dict[int, str]) -> None:
     found = lost_ranks(before, after)
     assert found.keys() == blamed.keys()
     assert all(found[rank].startswith(start) for rank, start in blamed.items())
+
+
+def test_where_a_rank_waits_is_looked_up_without_a_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11 holds a lock there that threads need to start: one that waits has the GIL."""
+    collects = list[bool]()
+    frames: Any = vars(sys)["_current_frames"]
+
+    def looked_up() -> Any:
+        collects.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", looked_up)
+    Pulse._waits(Pulse.__new__(Pulse))
+    assert collects == [False] and gc.isenabled()
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ Results are those of one order of ranks, on all ranks the same bits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
@@ -48,24 +49,27 @@ class Work:
     def __init__(self, tensors: Sequence[Tensor], comm: torch.Stream) -> None:
         self.outputs, self._held, self._comm = [], list(tensors), comm
         self.works: list[Any] = []
-        self.under_way: list[Work] = []  # of the backend, which lets go of what was waited for
+        self.under_way: set[Work] = set()  # of the backend, which lets go of what was waited for
         self.finish: list[Callable[[], Any]] = []
         self.end: Any = None
+        self._completing = threading.Lock()
 
     def wait(self) -> None:
         """Let the current stream wait. (gloo has the host wait, too; nobody is told.)"""
         self.complete()
         torch.accelerator.current_stream(self._comm.device).wait_event(self.end)
         self._held.clear()
-        if self in self.under_way:
-            self.under_way.remove(self)
+        self.under_way.discard(self)
 
     def complete(self) -> None:
-        """Have the numbers be there."""
-        while self.works:
-            self.works.pop(0).wait()
-        while self.finish:
-            self.finish.pop(0)()
+        """Have the numbers be there, whichever thread is the first to ask for them."""
+        with self._completing:
+            for work in self.works:  # one that failed raises for each that waits
+                work.wait()
+            self.works.clear()
+            for finish in self.finish:
+                finish()
+            self.finish.clear()
 
     def is_completed(self) -> bool:
         """Return whether it is over, which the host then knows."""
@@ -90,7 +94,7 @@ class Backend:
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._rank, self._size = rank, size
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._under_way: list[Work] = []
+        self._under_way: set[Work] = set()
         self._batch: list[Work] | None = None
 
     def _start(
@@ -115,11 +119,11 @@ class Backend:
         for pair in pairs:
             exchange(work, *pair)
         work.end = comm.record_event()
-        for old in [w for w in self._under_way if all(x.is_completed() for x in w.works)]:
+        for old in [w for w in [*self._under_way] if all(x.is_completed() for x in w.works)]:
             old.let_go()
-            self._under_way.remove(old)
+            self._under_way.discard(old)
         work.under_way = self._under_way
-        self._under_way.append(work)
+        self._under_way.add(work)
         if self._batch is not None:
             self._batch.append(work)
         return work

@@ -127,7 +127,7 @@ class OrderError(AssertionError):
 
 
 class Order:
-    """What was noted; the extension calls its methods."""
+    """What was noted; the extension tells of each thing by the name of a method."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
@@ -137,7 +137,13 @@ class Order:
         self._blocks: dict[int, Block] = {}
         self._freed: dict[Stream, list[tuple[Block, Access, Place]]] = {}  # while in use elsewhere
         self.copies: list[Copy] = []
+        self.backward: Place = ()  # where it was called last
         self._lock = threading.RLock()
+
+    def __call__(self, what: str, *args: Any) -> None:
+        """Note one thing after the other, whichever threads tell of them."""
+        with self._lock:
+            getattr(self, what)(*args)
 
     def name(self, module: nn.Module) -> None:
         """Have reports name the parameters of a module."""
@@ -154,27 +160,15 @@ class Order:
     # Operations
 
     def ran(self, op: str, stream: Stream, accesses: Sequence[Any]) -> None:
-        """An operation was enqueued."""
-        with self._lock:
-            clock = self._enqueued(stream)
-            place = _place()
-            for block, lo, item, sizes, strides, write in accesses:
-                last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-                hi = lo + (last + 1) * item
-                found = Access(
-                    lo, hi, item, sizes, strides, write, stream, clock[stream], op, place
-                )
-                self._note(block, found, clock)
-
-    def host_ran(self, op: str, accesses: Sequence[Any]) -> None:
-        """The host read or wrote pinned memory."""
-        self.ran(op, HOST, accesses)
-
-    def _enqueued(self, stream: Stream) -> Clock:
-        clock = self._clocks.setdefault(stream, {})
+        """An operation was enqueued, or the host read or wrote pinned memory."""
+        clock, place = self._clocks.setdefault(stream, {}), self._place()
         _merge(clock, self._clocks[HOST])
         clock[stream] = clock.get(stream, 0) + 1
-        return clock
+        for block, lo, item, sizes, strides, write in accesses:
+            last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+            hi = lo + (last + 1) * item
+            found = Access(lo, hi, item, sizes, strides, write, stream, clock[stream], op, place)
+            self._note(block, found, clock)
 
     def _block(self, number: int) -> Block:
         return self._blocks.setdefault(number, Block())  # older than this watch
@@ -206,7 +200,9 @@ class Order:
             else [f"{old.op} ({_verb(old)} on {_called(old.stream)})", _told(old.place)]
         )
         verb = f"{access.op} ({_verb(access)} on {_called(access.stream)})"
-        found = Report(kind, f"{of}{what}", verb, _told(access.place), *ends)
+        self._add(Report(kind, f"{of}{what}", verb, _told(access.place), *ends))
+
+    def _add(self, found: Report) -> None:
         if found not in self.reports:
             self.reports.append(found)
 
@@ -214,33 +210,30 @@ class Order:
 
     def allocated(self, block: int, index: int, stream: Stream, address: int, size: int) -> None:
         """A block of a device, or (index -1) of pinned memory, is made."""
-        with self._lock:
-            self._blocks[block] = Block(stream, index < 0)
-            if index < 0 or stream not in self._freed:
-                return
-            clock = self._with_host(stream)
-            for old, access, freed in self._freed.pop(stream):
-                if access.time > clock.get(access.stream, 0):
-                    of = f", allocated on {_called(stream)}, freed at {_told(freed)}"
-                    what = f"{of}, which may be given away again at {_told(_place())}"
-                    self._report("freed", old, access, None, what)
+        self._blocks[block] = Block(stream, index < 0)
+        if index < 0 or stream not in self._freed:
+            return
+        clock = self._with_host(stream)
+        for old, access, freed in self._freed.pop(stream):
+            if access.time > clock.get(access.stream, 0):
+                of = f", allocated on {_called(stream)}, freed at {_told(freed)}"
+                what = f"{of}, which may be given away again at {_told(self._place())}"
+                self._report("freed", old, access, None, what)
 
     def freed(self, number: int) -> None:
         """A block is freed: the next allocation on its stream may be given the same memory."""
-        with self._lock:
-            block = self._blocks.pop(number, None)
-            if block is None:
-                return
-            if block.pinned:  # its allocator waits for the copies
-                self._settle([copy for copy in self.copies if copy.block == number], alive=False)
-                return
-            clock, here = self._with_host(block.stream), _place()
-            self._freed.setdefault(block.stream, []).extend(
-                (block, access, here)
-                for access in block.accesses
-                if access.stream not in (block.stream, HOST, *block.recorded)
-                and access.time > clock.get(access.stream, 0)
-            )
+        # Of pinned memory the allocator waits for the copies.
+        self._settle([copy for copy in self.copies if copy.block == number])
+        block = self._blocks.pop(number, None)
+        if block is None or block.pinned:
+            return
+        clock, here = self._with_host(block.stream), self._place()
+        self._freed.setdefault(block.stream, []).extend(
+            (block, access, here)
+            for access in block.accesses
+            if access.stream not in (block.stream, HOST, *block.recorded)
+            and access.time > clock.get(access.stream, 0)
+        )
 
     def stream_recorded(self, block: int, stream: Stream) -> None:
         """`record_stream`."""
@@ -255,13 +248,11 @@ class Order:
 
     def event_recorded(self, event: int, stream: Stream) -> None:
         """An event is where the stream is now."""
-        with self._lock:
-            self._events[event] = self._with_host(stream)
+        self._events[event] = self._with_host(stream)
 
     def event_awaited(self, event: int, stream: Stream) -> None:
         """A stream waits for an event; one that was never recorded is over."""
-        with self._lock:
-            _merge(self._clocks.setdefault(stream, {}), self._events.get(event, {}))
+        _merge(self._clocks.setdefault(stream, {}), self._events.get(event, {}))
 
     def event_synchronized(self, event: int, asked: bool) -> None:
         """The host waits for an event, or asked and was told that it is over."""
@@ -274,7 +265,7 @@ class Order:
     def device_synchronized(self, index: int) -> None:
         """The host waits for all streams of a device."""
         everything: Clock = {}
-        for stream, clock in [*self._clocks.items()]:
+        for stream, clock in self._clocks.items():
             if stream[0] == index:
                 _merge(everything, clock)
         self._host_knows(everything, "synchronize")
@@ -284,13 +275,12 @@ class Order:
         self._host_knows(self._clocks.get(stream, {}), what)
 
     def _host_knows(self, clock: Clock, waited: str) -> None:
-        with self._lock:
-            if waited:
-                self.waits[waited, _told(_place())] += 1
-            host = self._clocks[HOST]
-            _merge(host, clock)
-            over = [c for c in self.copies if c.access.time <= host.get(c.access.stream, 0)]
-            self._settle(over)
+        if waited:
+            self.waits[waited, _told(self._place())] += 1
+        host = self._clocks[HOST]
+        _merge(host, clock)
+        over = [c for c in self.copies if c.access.time <= host.get(c.access.stream, 0)]
+        self._settle(over)
 
     # Copies between the device and pinned memory
 
@@ -298,55 +288,53 @@ class Order:
         self, to_host: bool, direct: bool, stream: Stream, address: int, used: Sequence[Any]
     ) -> None:
         """A non_blocking copy was enqueued."""
-        with self._lock:
-            if not direct:
-                where = "to" if to_host else "from"
-                what = f"a non_blocking copy {where} the host whose memory there is not pinned"
-                found = Report("pageable", what, "aten::copy_", _told(_place()))
-                if found not in self.reports:
-                    self.reports.append(found)
-                return
-            number = used[0][0]
-            self._block(number).pinned = True  # also of one that is older than this watch
-            access = self._block(number).accesses[-1]
-            if not access.dense:
-                return
-            data = ctypes.string_at(address, access.hi - access.lo)
-            host = self._clocks[HOST][HOST]
-            self.copies.append(Copy(access, number, address, data, to_host, host))
-            if to_host:
-                ctypes.memset(address, 0xFF, len(data))
+        if not direct:
+            where = "to" if to_host else "from"
+            what = f"a non_blocking copy {where} the host whose memory there is not pinned"
+            self._add(Report("pageable", what, "aten::copy_", _told(self._place())))
+            return
+        number = used[0][0]
+        self._block(number).pinned = True  # also of one that is older than this watch
+        access = self._block(number).accesses[-1]
+        if not access.dense:
+            return
+        data = ctypes.string_at(address, access.hi - access.lo)
+        host = self._clocks[HOST][HOST]
+        self.copies.append(Copy(access, number, address, data, to_host, host))
+        if to_host:
+            ctypes.memset(address, 0xFF, len(data))
 
     def used_by_copy(self, block: int, written: bool) -> None:
         """A copy is about to use a pinned block: have what was copied there be there.
 
         What was copied from there may be overwritten by the device, in its order.
         """
-        with self._lock:
-            of = [copy for copy in self.copies if copy.block == block]
-            self._settle([copy for copy in of if copy.to_host or written])
+        of = [copy for copy in self.copies if copy.block == block]
+        self._settle([copy for copy in of if copy.to_host or written])
 
-    def _settle(self, over: Sequence[Copy], alive: bool = True) -> None:
+    def _settle(self, over: Sequence[Copy]) -> None:
         for copy in over:
-            if all(one is not copy for one in self.copies):  # a collection in here has settled it
-                continue
-            self.copies = [one for one in self.copies if one is not copy]
-            if copy.to_host and alive:
+            self.copies.remove(copy)
+            if copy.to_host:
                 ctypes.memmove(copy.address, copy.data, len(copy.data))
-            elif not copy.to_host:
+            else:
                 now = ctypes.string_at(copy.address, len(copy.data))
                 block = self._blocks.get(copy.block, Block())
                 seen = any(
                     a.write and a.stream == HOST and a.time > copy.host for a in block.accesses
                 )
                 if now != copy.data and not seen:  # by what cannot be seen
-                    what = f" are others than those copied; the copy was over at {_told(_place())}"
+                    over_at = _told(self._place())
+                    what = f" are others than those copied; the copy was over at {over_at}"
                     self._report("overwritten", block, copy.access, None, what)
 
     def close(self) -> None:
         """Wait for the rest."""
-        with self._lock:
-            self._settle([*self.copies])
+        self._settle([*self.copies])
+
+    def _place(self) -> Place:
+        """The innermost lines of the program; of the call of backward, for a node of it."""
+        return _lines() or self.backward
 
 
 class _Host(TorchDispatchMode):
@@ -383,10 +371,12 @@ class _Host(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Tells of what reads the host's memory without an operator."""
+    """Tells of what reads the host's memory without an operator, and of calls of backward."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name in ("backward", "grad"):
+            _watching[0].backward = _lines()
         if name in ("numpy", "tolist", "__array__") and isinstance(args[0], Tensor):
             load().host_ran(name, [args[0]], [])
         return func(*args, **(kwargs or {}))
@@ -414,7 +404,6 @@ def checked(*modules: nn.Module) -> Iterator[Order]:
             yield order
     finally:
         _watching.clear()
-        order.close()
         load().watch(None)
 
 
@@ -424,15 +413,8 @@ def _merge(clock: Clock, other: Clock) -> None:
             clock[stream] = time
 
 
-def _place() -> Place:
-    """The innermost lines of the program; of the thread that called backward, for a node of it."""
-    found = _lines(sys._getframe(1))
-    if not found and threading.current_thread() is not threading.main_thread():
-        found = _lines(sys._current_frames().get(threading.main_thread().ident or 0))
-    return found
-
-
-def _lines(frame: Any) -> Place:
+def _lines() -> Place:
+    frame: Any = sys._getframe(1)
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < 4:
         code = frame.f_code

@@ -33,17 +33,28 @@ constexpr DeviceIndex kCount = 2;
 // ---- The watcher: a Python object, or none -------------------------------------------------------
 
 static std::atomic<bool> watched{false};
-static PyObject* watcher = nullptr;
+static py::handle watcher;
+static thread_local bool telling = false;
+void tell_of_freed();
 
-template <class... Args>
-void tell(const char* what, Args&&... args) {
-  if (!watched) return;
-  py::gil_scoped_acquire gil;
-  if (watcher) py::handle(watcher).attr(what)(std::forward<Args>(args)...);
+struct Telling {
+  bool before = std::exchange(telling, true);
+  ~Telling() { telling = before; }
+};
+
+template <class T>
+decltype(auto) told(const T& x) {
+  if constexpr (std::is_same_v<T, Stream>) return py::make_tuple(int(x.device_index()), x.id());
+  else return (x);
 }
 
-py::tuple name_of(const Stream& s) {
-  return py::make_tuple(int(s.device_index()), s.id());
+template <class... Args>
+void tell(const char* what, const Args&... args) {
+  if (!watched) return;
+  py::gil_scoped_acquire gil;
+  tell_of_freed();
+  Telling now;
+  if (watcher) watcher(what, told(args)...);
 }
 
 // ---- Memory: blocks of the device, and pinned blocks of the host ---------------------------------
@@ -55,6 +66,7 @@ struct Block {
 };
 static std::mutex mutex;
 static std::map<uintptr_t, Block> blocks;  // those that are alive, by address
+static std::vector<std::pair<void*, int64_t>> freed;  // whose bytes are there until the watcher knows
 static int64_t last_block = 0;
 static c10::CachingDeviceAllocator::DeviceStats stats[kCount];
 
@@ -76,28 +88,41 @@ void count(const Block& block, bool more) {
     more ? (*of)[0].increase(1) : (*of)[0].decrease(1);
 }
 
-void free_block(void* p) {
-  Block block;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto found = blocks.find(reinterpret_cast<uintptr_t>(p));
-    block = found->second;
-  }
-  if (watched) {
-    py::gil_scoped_acquire gil;
+// Before anything else is told, and never in the midst of a telling, which may be looking at the
+// bytes: a collection frees memory wherever Python makes an object.
+void tell_of_freed() {
+  while (!telling) {
+    std::pair<void*, int64_t> one;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (freed.empty()) return;
+      one = freed.back();
+      freed.pop_back();
+    }
     py::error_scope kept;  // of an exception that is under way
     try {
-      tell("freed", block.id);  // its bytes are still there
+      Telling now;
+      if (watcher) watcher("freed", one.second);
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("sim: a block is freed");
     }
+    std::free(one.first);
   }
+}
+
+void free_block(void* p) {
+  bool known = watched;
   {
     std::lock_guard<std::mutex> lock(mutex);
+    auto block = blocks.at(reinterpret_cast<uintptr_t>(p));
     blocks.erase(reinterpret_cast<uintptr_t>(p));
     count(block, false);
+    if (known) freed.emplace_back(p, block.id);
   }
-  std::free(p);
+  if (!known) return std::free(p);
+  if (telling) return;
+  py::gil_scoped_acquire gil;
+  tell_of_freed();
 }
 
 c10::DataPtr new_block(size_t size, Device where) {
@@ -113,10 +138,9 @@ c10::DataPtr new_block(size_t size, Device where) {
   }
   if (watched) {
     std::memset(p, 0xff, size);  // NaN: who reads what was never written sees it
-    py::gil_scoped_acquire gil;
     auto impl = c10::impl::getDeviceGuardImpl(kSim);
     auto stream = impl->getStream(Device(kSim, block.index < 0 ? impl->getDevice().index() : block.index));
-    tell("allocated", block.id, int(block.index), name_of(stream), reinterpret_cast<uintptr_t>(p), size);
+    tell("allocated", block.id, int(block.index), stream, reinterpret_cast<uintptr_t>(p), size);
   }
   return {p, p, &free_block, where};
 }
@@ -130,10 +154,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, Stream stream) override {
-    if (auto found = block_at(data.get()); found && watched) {
-      py::gil_scoped_acquire gil;
-      tell("stream_recorded", found->second.id, name_of(stream));
-    }
+    if (auto found = block_at(data.get())) tell("stream_recorded", found->second.id, stream);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex i) override { return stats[i]; }
   void resetAccumulatedStats(DeviceIndex i) override { each(i, [](auto& s) { s.reset_accumulated(); }); }
@@ -203,13 +224,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[s.device_index()] = s.id();
     return before;
   }
-  bool queryStream(const Stream& s) const override { return synchronizeStream(s, true), true; }
-  void synchronizeStream(const Stream& s) const override { synchronizeStream(s, false); }
-  void synchronizeStream(const Stream& s, bool asked) const {
-    if (!watched) return;
-    py::gil_scoped_acquire gil;
-    tell("stream_synchronized", name_of(s), asked);
-  }
+  bool queryStream(const Stream& s) const override { return tell("stream_synchronized", s, true), true; }
+  void synchronizeStream(const Stream& s) const override { tell("stream_synchronized", s, false); }
   void synchronizeDevice(DeviceIndex i) const override {
     tell("device_synchronized", int(i < 0 ? current : i));
   }
@@ -217,14 +233,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event{++last_event, {}};
     auto* e = static_cast<Event*>(*event);
     e->when = std::chrono::steady_clock::now();
-    if (!watched) return;
-    py::gil_scoped_acquire gil;
-    tell("event_recorded", e->id, name_of(s));
+    tell("event_recorded", e->id, s);
   }
   void block(void* event, const Stream& s) const override {
-    if (!watched || !event) return;
-    py::gil_scoped_acquire gil;
-    tell("event_awaited", static_cast<Event*>(event)->id, name_of(s));
+    if (event) tell("event_awaited", static_cast<Event*>(event)->id, s);
   }
   bool queryEvent(void* event) const override {
     if (event) tell("event_synchronized", static_cast<Event*>(event)->id, true);
@@ -320,13 +332,11 @@ void note(const std::string& name, Device where, const std::vector<std::pair<Ten
   py::gil_scoped_acquire gil;
   Accesses accesses;
   for (auto& [t, write] : used) accesses.add(t, write);
-  tell("ran", name, name_of(Guard().getStream(where)), accesses.all);
+  tell("ran", name, Guard().getStream(where), accesses.all);
 }
 
 void host_waits(const std::string& name, Device where) {
-  if (!watched) return;
-  py::gil_scoped_acquire gil;
-  tell("host_waited", name, name_of(Guard().getStream(where)));
+  tell("host_waited", name, Guard().getStream(where));
 }
 
 // ---- Kernels: those of the CPU, on the memory of the device --------------------------------------
@@ -405,8 +415,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!where) where = Device(kSim, current);
   if (where->index() < 0) where->set_index(current);
   bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put_impl_", 0) == 0;
+  bool lengths = name.rfind("aten::_ctc_loss", 0) == 0;  // may be on the host
   for (auto& [t, write] : used) {
-    bool number = t.is_cpu() && t.dim() == 0 && !write && name.rfind("aten::_fused", 0) != 0;
+    bool number = t.is_cpu() && (t.dim() == 0 || lengths) && !write && name.rfind("aten::_fused", 0) != 0;
     bool moves = by_index && t.is_cpu() && !write;
     TORCH_CHECK(t.device() == *where || number || moves, "Expected all tensors to be on the same device, but ",
                 name, " got one on ", *where, " and one on ", t.device(), " of shape ", t.sizes());
@@ -581,15 +592,10 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
       bool direct = self.dtype() == dst.dtype() && (self.is_contiguous() || self.strides() == dst.strides());
       Accesses accesses;
       accesses.add(of_host, is_sim(self));
-      tell("copied", is_sim(self), direct && of_host.is_pinned(), name_of(Guard().getStream(where)), reinterpret_cast<uintptr_t>(of_host.data_ptr()), accesses.all);
+      tell("copied", is_sim(self), direct && of_host.is_pinned(), Guard().getStream(where), reinterpret_cast<uintptr_t>(of_host.data_ptr()), accesses.all);
     }
   }
   return dst;
-}
-
-Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
-  dst.resize_(self.sizes());
-  return copy_from(self, dst, false);
 }
 
 void record_stream(Tensor& self, Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
@@ -599,6 +605,28 @@ Tensor dropout(const Tensor& input, double p, bool train) {
   if (p == 0 || !train || input.sym_numel() == 0) return input;
   if (p == 1) return input.mul(at::zeros_like(input));
   return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
+
+// Of recurrent cells torch asks all devices but the CPU for one kernel: here the CPU's operators.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& x, const Tensor& h, const Tensor& c, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto gates = ((b ? x + *b : x) + (d ? h + *d : h)).chunk(4, 1);
+  auto cy = gates[1].sigmoid() * c + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, x.options())};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& x, const Tensor& h, const Tensor& hx, const std::optional<Tensor>& b, const std::optional<Tensor>& d) {
+  auto of_x = (b ? x + *b : x).chunk(3, 1), of_h = (d ? h + *d : h).chunk(3, 1);
+  auto fresh = (of_x[2] + (of_x[0] + of_h[0]).sigmoid() * of_h[2]).tanh();
+  return {(hx - fresh) * (of_x[1] + of_h[1]).sigmoid() + fresh, at::empty({0}, x.options())};
+}
+
+// The CPU has it for floats alone, and models ask other devices for it of whole numbers.
+Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  auto own = host(x);
+  auto floats = at::isIntegralType(own.scalar_type(), true) ? own.to(at::kDouble) : own;
+  auto out = moved(at::histc(floats, bins, low, high).to(x.scalar_type()), x.device());
+  note("aten::histc", x.device(), {{x, false}, {out, true}});
+  return out;
 }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, c10::IntArrayRef stride, c10::IntArrayRef padding,
@@ -639,16 +667,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("record_stream", record_stream);
   // These have a kernel of the CPU, and another of small operators for all other devices.
   for (auto* name : {"addr", "addr.out", "native_group_norm", "native_layer_norm", "linalg__powsum", "mish_backward", "silu_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("dropout", dropout);
+  m.impl("histc", histc);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", dropout); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", dropout);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+}
 
 }  // namespace sim
 
@@ -797,9 +831,10 @@ struct PyBackend final : Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("watch", [](py::object o) {
+    tell("close");
     watched = !o.is_none();
-    Py_XDECREF(watcher);
-    watcher = o.is_none() ? nullptr : o.release().ptr();
+    watcher.dec_ref();
+    watcher = o.is_none() ? py::handle() : o.release();
   });
   m.def("host", &host);
   m.def("default_generator", [](int i) { return default_generator(DeviceIndex(i)); });
@@ -818,7 +853,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Accesses accesses;
     for (auto& t : read) accesses.add(t, false, true);
     for (auto& t : written) accesses.add(t, true, true);
-    if (accesses.all.size()) tell("host_ran", name, accesses.all);
+    if (accesses.all.size()) tell("ran", name, py::make_tuple(-1, -1), accesses.all);  // HOST of order.py
   });
   m.def("backend", [](int rank, int size, py::object o) -> c10::intrusive_ptr<Backend> {
     return c10::make_intrusive<PyBackend>(rank, size, std::move(o));

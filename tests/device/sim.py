@@ -124,6 +124,7 @@ def _module(extension: Any) -> types.ModuleType:
         default_generators=generators,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # else torch's checkpoints repeat no random numbers
         is_bf16_supported=lambda: True,
         device_count=lambda: DEVICES,
         current_device=accelerator.current_device_index,

@@ -20,26 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fzero
+from fzero.checkpoint import _process_states
 from fzero.collectives.lowering import InFlight
 from fzero.machine import offload, reduce, unshard
 from fzero.machine.offload import CopyStream
+from fzero.machine.reduce import Reducer
+from fzero.machine.unshard import Gatherer
 from tests.device import on_sim
 from tests.device.order import Order, checked
 from tests.gpu import training
-from tests.gpu.training import Task
+from tests.gpu.training import Task, by_engine, by_function
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 HOST = fzero.Offload(optimizer="cpu", gradients="cpu")
 
 
-def steps(driver: str, **options: Any) -> Callable[[], None]:
+def steps(by: Callable[..., Any], stage: int, **options: Any) -> Callable[[], None]:
     """Two steps, and the full parameters."""
+    return lambda: by(Task(stage=stage, steps=2, **options), dist.get_rank(), "sim")
 
-    def run() -> None:
-        by = getattr(training, driver)
-        by(Task(steps=2, **options), dist.get_rank(), "sim")
 
-    return run
+def with_rule(rule: Any) -> Callable[..., Any]:
+    """Functional steps of another rule."""
+    return partial(by_function, rule=lambda _: rule)
 
 
 def saved() -> None:
@@ -56,24 +59,11 @@ def saved() -> None:
 
 
 ENCODED = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)
+MOMENTS = fzero.optim.adamw(0.1, state_dtype=ENCODED)
 OWNED = fzero.optim.partition(
     {"matrices": fzero.optim.muon(0.1), "rest": fzero.optim.sgd(0.1)},
     lambda leaf: "matrices" if len(leaf.shape) == 2 else "rest",
 )
-
-
-def steps_of(rule: Any, **options: Any) -> Callable[[], None]:
-    """Two functional steps of another rule, in fp32."""
-
-    def run() -> None:
-        task, rank = Task(dtype=torch.float32, **options), dist.get_rank()
-        step, state = training.make_step(
-            task, training.make_model(task, "sim"), rule=lambda _: rule
-        )
-        for k in range(2):
-            state, _ = step(state, [training.make_batch("sim", step=k, at=0, rank=rank)])
-
-    return run
 
 
 def evaluated() -> None:
@@ -92,20 +82,20 @@ def summed() -> None:
 
 
 RUNS: dict[str, Callable[[], None]] = {
-    "engine 0": steps("by_engine", stage=0),
-    "engine 2": steps("by_engine", stage=2, adam=False),
-    "engine 3": steps("by_engine", stage=3),
-    "function 1": steps("by_function", stage=1),
-    "function 2": steps("by_function", stage=2, max_norm=0.5),
-    "function 3": steps("by_function", stage=3, checkpoint="remat"),
-    "host memory": steps("by_function", stage=2, offload=HOST),
-    "host memory, engine": steps("by_engine", stage=2, offload=HOST),
+    "engine 0": steps(by_engine, 0),
+    "engine 2": steps(by_engine, 2, adam=False),
+    "engine 3": steps(by_engine, 3),
+    "function 1": steps(by_function, 1),
+    "function 2": steps(by_function, 2, max_norm=0.5),
+    "function 3": steps(by_function, 3, checkpoint="remat"),
+    "host memory": steps(by_function, 2, offload=HOST),
+    "host memory, engine": steps(by_engine, 2, offload=HOST),
     "host memory, accumulated": steps(
-        "by_function", stage=3, dtype=torch.bfloat16, offload=HOST, backwards=2, accumulates=True
+        by_function, 3, dtype=torch.bfloat16, offload=HOST, backwards=2, accumulates=True
     ),
     "saved": saved,
-    "encoded moments": steps_of(fzero.optim.adamw(0.1, state_dtype=ENCODED), stage=3, offload=HOST),
-    "owners": steps_of(OWNED, stage=2),
+    "encoded moments": steps(with_rule(MOMENTS), 3, dtype=torch.float32, offload=HOST),
+    "owners": steps(with_rule(OWNED), 2, dtype=torch.float32),
     "evaluated": evaluated,
     "a sum": summed,
 }
@@ -251,90 +241,58 @@ def pageable(patch: pytest.MonkeyPatch) -> None:
     around(offload, "is_pinned", taken_for_pinned)(patch)
 
 
-FAULTS: dict[str, tuple[str, str, Plant]] = {
-    "a gather is not waited for": ("unordered", "engine 3", no_wait("all_gather")),
-    "nor by a step": ("unordered", "function 3", no_wait("all_gather")),
-    "nor by evaluate": ("unordered", "evaluated", no_wait("all_gather")),
-    "nor that of an update": ("unordered", "function 1", no_wait("all_gather")),
-    "a scatter": ("unordered", "engine 2", no_wait("reduce_scatter")),
-    "a reduction": ("unordered", "engine 0", no_wait("all_reduce")),
-    "a sum of the user's": ("unordered", "a sum", no_wait("all_reduce")),
-    "a gather is read early": ("unordered", "function 3", early("all_gather")),
-    "a scatter is read early": ("unordered", "function 2", early("reduce_scatter")),
-    "a gather on a wrong stream": (
-        "unordered",
-        "engine 3",
-        around(unshard, "start_gather", elsewhere),
-    ),
-    "a scatter on a wrong stream": (
-        "unordered",
-        "function 2",
-        around(reduce, "start_scatter", elsewhere),
-    ),
+UNORDERED: dict[str, tuple[str, Plant]] = {
+    "a gather is not waited for": ("engine 3", no_wait("all_gather")),
+    "nor by a step": ("function 3", no_wait("all_gather")),
+    "nor by evaluate": ("evaluated", no_wait("all_gather")),
+    "nor that of an update": ("function 1", no_wait("all_gather")),
+    "a scatter": ("engine 2", no_wait("reduce_scatter")),
+    "a reduction": ("engine 0", no_wait("all_reduce")),
+    "a sum of the user's": ("a sum", no_wait("all_reduce")),
+    "what owners send is not waited for": ("owners", no_wait("all_to_all")),
+    "a gather is read early": ("function 3", early("all_gather")),
+    "a scatter is read early": ("function 2", early("reduce_scatter")),
+    "a gather on a wrong stream": ("engine 3", around(unshard, "start_gather", elsewhere)),
+    "a scatter on a wrong stream": ("function 2", around(reduce, "start_scatter", elsewhere)),
+    "a wrong stream waits": ("engine 2", around(InFlight, "wait", elsewhere)),
+    "views of a gather on a wrong stream": ("engine 3", around(Gatherer, "wait", elsewhere)),
+    "a sum is added on a wrong stream": ("engine 2", around(Reducer, "wait", elsewhere)),
     "a shard is written under its gather": (
-        "unordered",
         "function 3",
         around(unshard, "start_gather", written_under),
     ),
+    "a bucket is read under its reduction": (
+        "engine 0",
+        around(reduce, "start_reduce", read_under),
+    ),
+    "copies wait for nothing": ("host memory", of_copies(NoStreamWait)),
+    "two events are swapped": ("host memory", of_copies(LateEvents)),
+    "a store waits for nothing": ("host memory", around(CopyStream, "store", stored_early)),
+    "no stream waits for the copies": ("host memory", around(CopyStream, "end", nothing)),
+}
+FAULTS = {name: ("unordered", *fault) for name, fault in UNORDERED.items()} | {
     "a bucket is freed under its scatter": (
         "freed",
         "engine 3",
         around(reduce, "start_scatter", freed_under),
     ),
-    "a wrong stream waits": ("unordered", "engine 2", around(InFlight, "wait", elsewhere)),
-    "what owners send is not waited for": ("unordered", "owners", no_wait("all_to_all")),
-    "a bucket is read under its reduction": (
-        "unordered",
-        "engine 0",
-        around(reduce, "start_reduce", read_under),
-    ),
-    "views of a gather on a wrong stream": (
-        "unordered",
-        "engine 3",
-        around(unshard.Gatherer, "wait", elsewhere),
-    ),
-    "a sum is added on a wrong stream": (
-        "unordered",
-        "engine 2",
-        around(reduce.Reducer, "wait", elsewhere),
-    ),
-    "copies wait for nothing": ("unordered", "host memory", of_copies(NoStreamWait)),
-    "two events are swapped": ("unordered", "host memory", of_copies(LateEvents)),
-    "a store waits for nothing": (
-        "unordered",
-        "host memory",
-        around(CopyStream, "store", stored_early),
-    ),
-    "no stream waits for the copies": (
-        "unordered",
-        "host memory",
-        around(CopyStream, "end", nothing),
-    ),
-    "record_stream is dropped by store": (
-        "freed",
-        "encoded moments",
-        never_recorded("store"),
-    ),
+    "record_stream is dropped by store": ("freed", "encoded moments", never_recorded("store")),
     "the host reads what was just written": (
         "host",
         "host memory, engine",
         around(offload, "write_back", read_by_host),
+    ),
+    "a checkpoint waits for no copies": (
+        "host",
+        "saved",
+        around(_process_states, "wait_for_copies", nothing),
     ),
     "the host writes what is just read": (
         "overwritten",
         "host memory, engine",
         around(offload, "to_device", overwritten),
     ),
-    "a checkpoint waits for no copies": (
-        "host",
-        "saved",
-        around(fzero.checkpoint._process_states, "wait_for_copies", nothing),
-    ),
-    "memory of the host that is not pinned": (
-        "pageable",
-        "host memory",
-        pageable,
-    ),
+    "memory of the host that is not pinned": ("pageable", "host memory", pageable),
 }
 
 

@@ -245,6 +245,13 @@ CASES: dict[str, Case] = {
         options={"local": fzero.Local(every=2, fragments=2, delay=1, mixing=0.5)},
         waits=("_departed",),
     ),
+    "local late, offload": Case(
+        options={
+            "local": fzero.Local(every=2, fragments=2, delay=1, mixing=0.5),
+            "offload": OFF,
+        },
+        waits=("_departed",),
+    ),
     "int8": Case(stages=[0, 1, 2], options={"compress": fzero.Compress(gradients=INT8)}),
     "int8 both ways": Case(
         stages=[3], options={"compress": fzero.Compress(gradients=INT8, parameters=INT8)}
@@ -281,6 +288,9 @@ CASES: dict[str, Case] = {
     "mirror": Case(event=mirrors, virtual=False),
     "save_async": Case(event=saves, virtual=False),
     "reshard": Case(event=reshards, stages=[1], waits=("_since",)),
+    "reshard, offload": Case(
+        event=reshards, stages=[1], options={"offload": OFF}, waits=("_since",)
+    ),
     "an exception": Case(event=fails, donate=False, virtual=False),
     "check_finite": Case(options={"check_finite": True}, waits=("taken",)),
 }

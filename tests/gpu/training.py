@@ -166,8 +166,14 @@ def accumulating_step(engine: Engine, batches: list[Tensor]) -> None:
         assert engine.step() is (number == len(batches))
 
 
-def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
-    train_step, state = make_step(task, make_model(task, device), mesh)
+def by_function(
+    task: Task,
+    rank: int,
+    device: str,
+    mesh: Any = None,
+    rule: Callable[[Task], Any] = fzero_optimizer,
+) -> Params:
+    train_step, state = make_step(task, make_model(task, device), mesh, rule)
     for step in range(task.steps):
         batches = torch.stack(batches_of(task, device, step=step, rank=rank))
         state, _ = train_step(state, batches)

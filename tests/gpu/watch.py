@@ -23,6 +23,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "reduce_scatter_single",
     "all_reduce",
+    "all_to_all",
     "all_to_all_single",
     "broadcast",
 )

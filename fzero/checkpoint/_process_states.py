@@ -175,7 +175,8 @@ def state_of_rank(stack: Any, rank: int) -> Any:
 
 def stack_of(states: Sequence[Any]) -> Any:
     """Return the stack of the states of all virtual ranks."""
-    wait_for_copies(optree.tree_leaves([*states], namespace=NAMESPACE))
+    every: Any = [*states]
+    wait_for_copies(optree.tree_leaves(every, namespace=NAMESPACE))
     return optree.tree_map(
         lambda *xs: stack_ranks(xs) if isinstance(xs[0], Tensor) else xs[0],
         *states,

@@ -42,10 +42,8 @@ from fzero.errors import LayoutError, explain
 from fzero.machine.offload import empty_where
 from fzero.machine.packing import gather_parts_in_place, leaf_ranges, part_of, shard_of
 from fzero.optim.entries import RULE, require_kept
-from fzero.ranks.mesh import axis_index
 from fzero.state import Placement, TrainState
 from fzero.state.entry import Entry
-from fzero.transforms.simulate import simulate
 from fzero.transforms.state_entries import (
     APART,
     PARAMS,
@@ -85,10 +83,9 @@ class NewState:
             reads all that it holds, not only its own part, and what lives until the update, too:
             slots of `like`, and these entries of zeros.
         """
-        setup, facts = like.setup, saved.origin.get(APART)
+        setup, facts = like.setup, saved.origin.get(APART) if trains_apart(like) else None
         replica, own = divmod(rank, setup.axis.size)
-        apart = trains_apart(like) and facts is not None
-        same = apart and facts is not None and are_as_many(like, facts)
+        same = facts is not None and are_as_many(like, facts)
         self.pieces: list[TensorPiece] = []  # views of the state, and of `_sums`
         self.begins: set[tuple[str, str]] = set()  # keys of entries that have no saved value
         self.notes: list[str] = []  # which of them, and what is left out, in words
@@ -128,7 +125,7 @@ class NewState:
                 self._cut(entry if frozen else learning(setup, entry, frozen), start)
         if Placement.OWNER in {entry.placement for entry in every}:
             require_kept(state, own)
-        if apart and facts is not None:
+        if facts is not None:
             state = with_facts(state, like, facts, replica if same else -1)
             state = with_shared(state, [self._room(x, x.name) for x in shared_of(state, own)])
             every += (shared := shared_of(state, own))
@@ -299,17 +296,6 @@ def begin_entries(
     return with_entries(state, copies)
 
 
-def on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
-    """Return what `do(rank)` returns on each of so many virtual ranks."""
-    found: list[Any] = [None] * size
-
-    def body() -> None:
-        found[axis_index()] = do(axis_index())
-
-    simulate(body, world_size=size)()
-    return found
-
-
 Choice = Callable[[Entry], bool]
 
 
@@ -360,9 +346,8 @@ def with_room(state: TrainState, rank: int, reads: Choice, *, copies: bool = Fal
         return entry.codecs[i].fill(zeros) if i in entry.codecs else zeros
 
     some = [entry for entry in entries_of(state, rank) if entry.per_leaf and reads(entry)]
-    return with_entries(
-        state, [replace(e, values={i: room(e, i, x) for i, x in e.values.items()}) for e in some]
-    )
+    made = [replace(e, values={i: room(e, i, x) for i, x in e.values.items()}) for e in some]
+    return with_entries(state, made)
 
 
 def read_leaves(
@@ -427,7 +412,7 @@ def begun_slots(held: LocalStates, states: Sequence[TrainState], where: str) -> 
         like, own = held.states[k], held.ranks[k]
         return begin_entries(states[k], like, own, keys) if keys else states[k]
 
-    return on_ranks(len(states), one) if held.is_stack else [one(0)]
+    return held.each(one)
 
 
 def warn_of_left_out(state: TrainState, rank: int, where: str = "save_universal: it") -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import engine_state, folders, manifest
-from fzero.checkpoint._allocate import NewState, make_whole, on_ranks, read_leaves
+from fzero.checkpoint._allocate import NewState, make_whole, read_leaves
 from fzero.checkpoint._mesh_coordinates import load_in_places
 from fzero.checkpoint._partial import LoadReport, Partial, Rename, partial_of, renamed, with_begun
 from fzero.checkpoint._pieces import TensorPiece, overlap
@@ -205,9 +205,8 @@ def _loaded(
         with on_all_ranks(ranks, what=f"read {where}"):
             numbers, tensors = RNG.format(axis.rank), tensor_files(saved)
             others = [name for name in saved.files if name not in tensors]
-            folders.require_whole(
-                folder, saved.files, [*others[axis.rank :: axis.size], numbers, manifest.GROUPS]
-            )
+            mine = [*others[axis.rank :: axis.size], numbers, manifest.GROUPS]
+            folders.require_whole(folder, saved.files, mine)
             named, groups = saved, _groups_in(folder, saved)
             if rename is not None or saved.tied:
                 named, groups = renamed(saved, groups, rename, held.states[0])
@@ -220,9 +219,8 @@ def _loaded(
         with on_all_ranks(ranks, what=f"read {folder}"):
             read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
             if plan.partials:
-                _read_resized(
-                    held, plan, lambda piece: read_pieces([piece], folder, saved, None, named)
-                )
+                read = lambda piece: read_pieces([piece], folder, saved, None, named)  # noqa: E731
+                _read_resized(held, plan, read)
         made: Any = finished(held, named, plan)
     if held.engine is None:
         returned([made])
@@ -295,10 +293,10 @@ def planned(
                 engine.module, found, axis.rank, same, shapes
             )
     frozen = not any(text.endswith(manifest.LEFT_OUT) for text in saved.leaves.values())
-    each = zip(held.states, held.ranks, partials or [None] * len(held.ranks), strict=True)
+    each = zip(held.pairs, partials or [None] * len(held.ranks), strict=True)
     rooms = [
         NewState(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
-        for state, rank, partial in each
+        for (state, rank), partial in each
     ]
     if rooms[0].notes:
         rooms[0].warn(where, "load")
@@ -321,13 +319,9 @@ def _partials(held: LocalStates, saved: Manifest, where: Path) -> list[Partial]:
     leaves = {name: text.removesuffix(manifest.LEFT_OUT) for name, text in saved.leaves.items()}
     if not any(one.report) and leaves == manifest.facts_of_state(state).leaves:
         return []
-    begun = [*held.states]
-    if one.fresh and held.is_stack:
-        begun = on_ranks(len(begun), lambda rank: begun_anew(held.states[rank]))
-    elif one.fresh:
-        begun = [begun_anew(state)]
-    pairs = zip(held.states, begun, held.ranks, strict=True)
-    return [with_begun(one, like, new, rank, where) for like, new, rank in pairs]
+    begun = held.each(lambda k: begun_anew(held.states[k])) if one.fresh else held.states
+    pairs = zip(held.pairs, begun, strict=True)
+    return [with_begun(one, like, new, rank, where) for (like, rank), new in pairs]
 
 
 def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece], None]) -> None:
@@ -339,13 +333,10 @@ def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece
     group_of = {leaf: i for i, group in enumerate(layout.groups) for leaf in group.leaves}
 
     def flat(name: str) -> Tensor:
-        numel = sum(chunk[1] for chunk in tensors[name]["chunks"])
-        dtype = getattr(torch, tensors[name]["dtype"].removeprefix("torch."))
-        values = torch.empty(numel, dtype=dtype, device="cpu")
-        piece = TensorPiece(name=name, start=0, numel=numel, values=values)
+        piece = _whole_piece(name, tensors[name])
         manifest.require_tensors(partial.saved, [piece], name)
         read(piece)
-        return values
+        return piece.values
 
     def values(leaf: int, name: str) -> Tensor | None:
         own, codec = layout.leaves[leaf], of_leaves[name].codecs.get(group_of[leaf])
@@ -359,10 +350,8 @@ def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece
 
     cut = (Placement.PARTIAL, Placement.BY_RANK)
     read_leaves(held, states, lambda entry: entry.placement not in cut, values)
-    owned = [
-        x for s, r in zip(states, held.ranks, strict=True) for x in entries_of(s, r) if x.owned
-    ]
-    for entry in owned:
+    every = (x for s, r in zip(states, held.ranks, strict=True) for x in entries_of(s, r))
+    for entry in every:
         for key in entry.owned:
             own, (name, shape) = entry.values[key], partial.source(entry, key) or ("", None)
             shape_here = layout.leaves[names.index(key)].shape if shape else ()
@@ -384,11 +373,7 @@ def finished(held: LocalStates, saved: Manifest, plan: LoadPlan) -> Any:
     rooms = plan.rooms
     begins = {key for room in rooms for key in room.begins}
     make_whole(held, [room.state for room in rooms], lambda entry: entry.key not in begins)
-    if held.is_stack:
-        states = on_ranks(len(rooms), lambda rank: rooms[rank].finalize())
-    else:
-        states = [rooms[0].finalize()]
-    made = held.returned(states, plan.buffers)
+    made = held.returned(held.each(lambda k: rooms[k].finalize()), plan.buffers)
     if held.engine is not None:
         engine_state.set_options(held.engine.optimizer, plan.options)
     if plan.set_rng is not None:
@@ -453,16 +438,9 @@ def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with folders.kept(where):
         saved = manifest.read_manifest(where)
         folder = where / saved.data
-        flats = {
-            name: torch.empty(
-                max((start + numel for start, numel, *_ in tensor["chunks"]), default=0),
-                dtype=getattr(torch, tensor["dtype"].removeprefix("torch.")),
-            )
-            for name, tensor in saved.tensors.items()
-        }
-        pieces = [TensorPiece(name=k, start=0, numel=x.numel(), values=x) for k, x in flats.items()]
+        pieces = [_whole_piece(name, tensor) for name, tensor in saved.tensors.items()]
         read_pieces(pieces, folder, saved)
-        groups = _groups_in(folder, saved)
+        groups, flats = _groups_in(folder, saved), {piece.name: piece.values for piece in pieces}
 
     def whole(name: str, form: str) -> Tensor:
         return flats[name].view(literal_eval(form[: form.index(")") + 1]))
@@ -481,6 +459,14 @@ def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
     some = zip(saved.module["options"], groups, strict=True)
     found = [{**options, "params": [number[x] for x in names]} for options, names in some]
     return model, {"state": state, "param_groups": found}
+
+
+def _whole_piece(name: str, saved: Mapping[str, Any]) -> TensorPiece:
+    """Return room for all of a tensor of a manifest."""
+    numel = sum(chunk[1] for chunk in saved["chunks"])
+    dtype = getattr(torch, saved["dtype"].removeprefix("torch."))
+    values = torch.empty(numel, dtype=dtype, device="cpu")
+    return TensorPiece(name=name, start=0, numel=numel, values=values)
 
 
 def _groups_in(folder: Path, saved: Manifest) -> list[list[str]]:

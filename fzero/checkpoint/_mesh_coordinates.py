@@ -176,16 +176,12 @@ def _in_each_place(
     if mesh.runtime is Runtime.VIRTUAL:
         local_states(name, _on(state, mesh))  # it refuses the state of one virtual rank
     assert_same_everywhere([f"{name} at step {int(state.step)}"], mesh, what="the checkpoint")
-    own = axis
+    own, doing = replace(axis, mesh=None), f"{name} the state at {axis.place}"
     if axis.runtime is Runtime.PROCESSES:
         group = axis.group().group_name
         own = Axis(name=axis.name, size=axis.size, runtime=axis.runtime, group_name=group)
-    made = run_on_all_ranks(
-        Ranks(axis=mesh),
-        lambda: do(axis.place, _on(state, replace(own, mesh=None))),
-        what=f"{name} the state at {axis.place}",
-    )
-    return _on(made, axis)
+    run = lambda: do(axis.place, _on(state, own))  # noqa: E731
+    return _on(run_on_all_ranks(Ranks(axis=mesh), run, what=doing), axis)
 
 
 def _on(state: Any, axis: Axis) -> Any:

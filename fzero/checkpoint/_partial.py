@@ -173,9 +173,8 @@ class Partial:
         names, values = leaf_paths(setup.layout), dict[Any, Tensor]()
         for key, x in entry.values.items():
             if entry.placement is Placement.OWNER:
-                values[key] = (
-                    x if new is None or key not in self.fresh else new.values[key]
-                ).clone()
+                source = x if new is None or key not in self.fresh else new.values[key]
+                values[key] = source.clone()
                 if key in texts and key in entry.owned and key not in {*self.fresh, *self.shapes}:
                     form = form_in(f"{entry.name}/{key}", texts[key])
                     if form is not None and form[0] != tuple(x.shape):  # one that steps make

@@ -50,12 +50,7 @@ Texts = dict[str, dict[str, str]]
 
 
 def pieces_of_rank(
-    state: TrainState,
-    rank: int,
-    *,
-    frozen: bool = True,
-    shared: bool = False,
-    live: bool = False,
+    state: TrainState, rank: int, *, frozen: bool = True, shared: bool = False, live: bool = False
 ) -> list[TensorPiece]:
     """Return what one rank of the mesh writes of a state, as views.
 
@@ -175,9 +170,8 @@ def texts_of(setup: Setup, entry: Entry) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, flat in entry.values.items():
         dtype = torch.float32 if entry.form.codec is not None else flat.dtype
-        found |= {
-            names[i]: str(dtype) for i in layout.groups[index].leaves if layout.leaves[i].numel
-        }
+        some = (i for i in layout.groups[index].leaves if layout.leaves[i].numel)
+        found |= {names[i]: str(dtype) for i in some}
     return found
 
 

@@ -5,16 +5,16 @@ And what their ranks alone know: replicas that train apart, and owners of named 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._pieces import Texts
-from fzero.checkpoint.collective import Ranks, results_of_ranks
+from fzero.checkpoint.collective import Ranks, on_ranks, results_of_ranks
 from fzero.checkpoint.engine_state import Buffers, EngineLike, buffers_of, set_buffers
 from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
@@ -31,6 +31,8 @@ from fzero.transforms.state_entries import (
     replica_facts,
     trains_apart,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,15 @@ class LocalStates:
     def setup(self) -> Setup:
         """Of the state: the same on all ranks."""
         return self.states[0].setup
+
+    @property
+    def pairs(self) -> list[tuple[TrainState, int]]:
+        """Each state with its rank."""
+        return [*zip(self.states, self.ranks, strict=True)]
+
+    def each(self, do: Callable[[int], T]) -> list[T]:
+        """Return what `do(k)` returns on each of the ranks, where it may communicate."""
+        return on_ranks(len(self.states), do) if self.is_stack else [do(0)]
 
     def returned(self, states: list[Any], buffers: Buffers) -> Any:
         """Return the new state; or the engine, into which it and its module's buffers go."""
@@ -164,7 +175,7 @@ def state_of_rank(stack: Any, rank: int) -> Any:
 
 def stack_of(states: Sequence[Any]) -> Any:
     """Return the stack of the states of all virtual ranks."""
-    every: Any = states
+    every: Any = [*states]
     wait_for_copies(optree.tree_leaves(every, namespace=NAMESPACE))
     return optree.tree_map(
         lambda *xs: stack_ranks(xs) if isinstance(xs[0], Tensor) else xs[0],
@@ -209,6 +220,8 @@ def texts_of_ranks(held: LocalStates, *, what: str) -> list[Texts]:
 
     what: is being done, for an error.
     """
-    pairs = [*zip(held.states, held.ranks, strict=True)]
-    of_ranks = results_of_ranks(held.processes, lambda: [named_texts(*x) for x in pairs], what=what)
-    return [texts for some in of_ranks for texts in some]
+
+    def texts() -> list[Texts]:
+        return [named_texts(*pair) for pair in held.pairs]
+
+    return [x for some in results_of_ranks(held.processes, texts, what=what) for x in some]

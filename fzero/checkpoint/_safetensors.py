@@ -15,7 +15,6 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -82,8 +81,7 @@ class TensorForm(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Where the values of a tensor are."""
 
     file: Path
@@ -145,13 +143,8 @@ def begin_file(
     with open(file, "wb", opener=folders.regular) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + ends)
-    first = 8 + len(text)
-    return {
-        name: Place(
-            file=file, name=name, begin=first + header[name]["data_offsets"][0], form=forms[name]
-        )
-        for name in names
-    }
+    begins = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in names}
+    return {name: Place(file, name, begin, forms[name]) for name, begin in begins.items()}
 
 
 def write_values(place: Place, values: Tensor) -> None:
@@ -249,7 +242,7 @@ def read_file(file: Path) -> dict[str, Place]:
             good = False
         if not good:
             raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
-        made[name] = Place(file=file, name=name, begin=first + begin, form=form, mark=mark)
+        made[name] = Place(file, name, first + begin, form, mark)
     tied = more.items() if isinstance(more, dict) else ()
     return {**{other: made[x] for other, x in tied if isinstance(x, str) and x in made}, **made}
 
@@ -321,13 +314,8 @@ def export_safetensors(
     until_written = ExitStack()
 
     def begin(partial: Path) -> None:
-        require(
-            "export_safetensors: max_shard_bytes",
-            max_shard_bytes,
-            is_count,
-            "a number of bytes, at least 1",
-            cause='a size as text ("5GB"), or zero.',
-        )
+        name, wanted = "export_safetensors: max_shard_bytes", "a number of bytes, at least 1"
+        require(name, max_shard_bytes, is_count, wanted, cause='a size as text ("5GB"), or zero.')
         if ranks.axis.rank:
             return
         where.mkdir(parents=True, exist_ok=True)
@@ -355,6 +343,9 @@ def export_safetensors(
             yield names[number], value
         yield from buffers.items()
 
+    def put(_: Path, one: tuple[str, Tensor]) -> None:
+        write_values(places[one[0]], one[1])
+
     def put_in_place(partial: Path) -> None:
         """Give the files names that nothing has, and then let the index name them."""
         new = sorted(partial.iterdir())
@@ -381,14 +372,7 @@ def export_safetensors(
         folders.sync_files([where])
 
     with until_written:
-        written_by_first(
-            ranks,
-            where,
-            begin=begin,
-            values=values(),
-            write=lambda _, named: write_values(places[named[0]], named[1]),
-            finish=put_in_place,
-        )
+        written_by_first(ranks, where, begin=begin, values=values(), write=put, finish=put_in_place)
     if ranks.axis.rank == 0:
         # The files of earlier exports go, if nobody exports or imports; what cannot be, stays.
         with (
@@ -431,18 +415,16 @@ def state_dict(
         <All keys matched successfully>
     """
     held = local_states("state_dict", state)
-    facts = [f"step {int(held.states[0].step)}"]
-    assert_same_everywhere(facts, held.processes.axis, what="state_dict")
+    step = f"step {int(held.states[0].step)}"
+    assert_same_everywhere([step], held.processes.axis, what="state_dict")
     by_path = values_by_path(held)
     of = module if held.engine is None else held.engine.module
     if of is None:
         return by_path
-    result = {}
-    first: dict[int, str] = {}
+    result, first = dict[str, Tensor](), dict[int, str]()
     for name, parameter in of.named_parameters(remove_duplicate=False):
         path = first.setdefault(id(parameter), name)
-        value = by_path.get(name, by_path.get(path))
-        if value is None:
+        if (value := by_path.get(name, by_path.get(path))) is None:
             raise LayoutError(
                 f"state_dict: the state has no parameter {name}; it has {[*by_path][:6]} ...",
                 cause="another module than the one that the state was made of.",
@@ -515,20 +497,14 @@ def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]
 
     def initializer(path: str, leaf: Tensor) -> Tensor:
         place = _found(places, [path], TensorForm(tuple(leaf.shape), leaf.dtype))
-        return read_values(place).to(
-            device="cpu" if leaf.is_meta else leaf.device, dtype=leaf.dtype
-        )
+        return read_values(place).to("cpu" if leaf.is_meta else leaf.device, leaf.dtype)
 
     return initializer
 
 
 @overload
 def import_safetensors(
-    folder: PathLike,
-    state: Thing,
-    *,
-    strict: Literal[True] = True,
-    rename: Rename | None = None,
+    folder: PathLike, state: Thing, *, strict: Literal[True] = True, rename: Rename | None = None
 ) -> Thing: ...
 @overload
 def import_safetensors(
@@ -623,8 +599,7 @@ def import_safetensors(
                 used = {place.name for name, place in places.items() if name in known}
                 left = (name for name in places.keys() - known if places[name].name not in used)
                 report.unexpected.extend(sorted(left))
-            pairs = zip(held.states, held.ranks, strict=True)
-            states = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
+            states = [with_room(*pair, has_values, copies=not strict) for pair in held.pairs]
             read_leaves(held, states, has_values, values)
         make_whole(held, states, has_values)
         made = held.returned(states, buffers)

@@ -306,9 +306,8 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
 
 def _copied(values: Tensor) -> Tensor:
     """A copy in host memory, of the values as they are now."""
-    return torch.empty_like(values, device="cpu", memory_format=torch.contiguous_format).copy_(
-        values.detach()
-    )
+    host = torch.empty_like(values, device="cpu", memory_format=torch.contiguous_format)
+    return host.copy_(values.detach())
 
 
 _EARLIER: list[AsyncSave] = []

@@ -36,16 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint import engine_state, folders
-from fzero.checkpoint._allocate import (
-    are_alike,
-    begun_slots,
-    make_whole,
-    read_leaves,
-    require_equal,
-    warn_of_left_out,
-    with_room,
-)
+from fzero.checkpoint import _allocate, engine_state, folders
 from fzero.checkpoint._process_states import (
     local_states,
     require_closed,
@@ -131,7 +122,7 @@ def save_universal(
     ranks, names = held.processes, leaf_paths(held.setup.layout)
     where = folders.shared_path(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
-    warn_of_left_out(first, held.ranks[0])
+    _allocate.warn_of_left_out(first, held.ranks[0])
     assert_same_everywhere([f"tag {tag}", f"step {step}"], ranks.axis, what="the checkpoint")
 
     def begin(partial: Path) -> None:
@@ -196,24 +187,17 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     groups = setup.optimizer.param_groups(leaves, updates)
     counted = counters_of(state)
     steps: Any = counted.get(STEP, counted.get(COUNT, updates))
-    numbers = range(len(groups.options))
-    of_group = dict.fromkeys(numbers, 0.0)  # the most that one of its parameters took
+    of_group = dict.fromkeys(range(len(groups.options)), 0.0)  # the most of its parameters
     for name, number in zip(leaf_paths(layout), groups.of_leaf, strict=True):
         if number >= 0:
             own = float(steps[name] if isinstance(steps, dict) else steps)
             of_group[number] = max(of_group[number], own)
             count = torch.tensor(own, dtype=torch.float32, device="cpu")
             write_pickle(partial / ZERO / name / f"{STEP}.pt", count)
-    options = [
-        {
-            **engine_state.plain_options(one),
-            "params": [i for i, k in enumerate(groups.of_leaf) if k == number],
-            "param_names": names,
-        }
-        for number, one, names in zip(
-            numbers, groups.options, engine_state.group_names(state), strict=True
-        )
-    ]
+    options = [engine_state.plain_options(one) for one in groups.options]
+    for number, names in enumerate(engine_state.group_names(state)):
+        own = [i for i, k in enumerate(groups.of_leaf) if k == number]
+        options[number] |= {"params": own, "param_names": names}
     shared: dict[str, Any] = {
         "ds_version": _LAYOUT,
         "zero_stage": state.stage,
@@ -338,18 +322,18 @@ def load_universal(
         leaf, name = given.setup.layout.leaves[number], names[number]
         key = FP32 if kind in VALUES else kind.removeprefix(RULE)
         found = source.values(name, key, leaf.shape)
-        if not are_alike(found.dtype, leaf.dtype):
+        if not _allocate.are_alike(found.dtype, leaf.dtype):
             seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
             raise damaged(source.root / ZERO / name, seen)
         return found
 
     with torch.no_grad():
         with on_all_ranks(ranks, what=doing):  # of each flat of new states, this rank's own shard
-            pairs = zip(held.states, held.ranks, strict=True)
-            states = [numbered(with_room(*pair, reads), shared.counters) for pair in pairs]
-            read_leaves(held, states, reads, values)
-        make_whole(held, states, reads)
-        states = begun_slots(held, states, f"load_universal: {where / name}")
+            made = (_allocate.with_room(*pair, reads) for pair in held.pairs)
+            states = [numbered(state, shared.counters) for state in made]
+            _allocate.read_leaves(held, states, reads, values)
+        _allocate.make_whole(held, states, reads)
+        states = _allocate.begun_slots(held, states, f"load_universal: {where / name}")
     made = held.returned(states, shared.buffers)
     if shared.options:
         engine_state.set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
@@ -411,10 +395,8 @@ def _sound_names(source: Folder, state: TrainState, keys: Sequence[str], ranks: 
             seen = f"is no file of torch.save: {type(error).__name__}: {error}"
             raise damaged(file, seen) from None
         if wrong is not None:
-            raise damaged(
-                file,
-                f"is not what was written, or has no checksums (compute_crc32=False): {wrong}",
-            )
+            seen = f"is not what was written, or has no checksums (compute_crc32=False): {wrong}"
+            raise damaged(file, seen)
     return names
 
 
@@ -450,7 +432,7 @@ def _shared_facts(
                 buffers[name] = values.clone()
     for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True):
         some = [path for path in dict.fromkeys(paths) if source.holds(path)]
-        require_equal(
+        _allocate.require_equal(
             source.root, some, lambda name, leaf=leaf: source.values(name, FP32, leaf.shape)
         )
     groups = setup.optimizer.param_groups(layout.leaves, int(state.step))
@@ -483,11 +465,6 @@ def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tu
 
     Raises `CheckpointError` for files that contradict each other.
     """
-
-    def contradict(here: tuple[str, float], there: tuple[str, float]) -> CheckpointError:
-        seen = f"{here[1]:g} by {here[0]}, {there[1]:g} by {there[0]}"
-        return damaged(source.root, f"has parameters of two steps: {seen}")
-
     taken: dict[str, Any] = {}  # by the files of parameters, where they say
     every = {f"{ZERO}/{name}/{STEP}.pt": source.file(name, STEP) for name in names}
     for place, file in every.items():
@@ -504,22 +481,20 @@ def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tu
         if isinstance(one, dict) and STEP in one:
             place = f"{ZERO}/{OPTIMIZER}, group {number}"
             steps[place] = as_step(source.root / place, one[STEP])
-    if taken:
-        for place, step in steps.items():
-            if step not in taken.values():
-                raise contradict(next(iter(taken.items())), (place, step))
-        return int(max(taken.values())), [int(taken[f"{ZERO}/{name}/{STEP}.pt"]) for name in names]
-    if not steps and source.states():  # of an optimizer that counts no steps
+    if not taken and not steps and source.states():  # of an optimizer that counts no steps
         one, where = source.states()[0], source.root / f"*{STATES}"
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
         steps["global_steps"] = as_step(where, as_step(where, made) - as_step(where, skipped))
-    if not steps:
+    known = taken or dict([*steps.items()][:1])
+    if not known:
         raise damaged(source.root, "says nowhere how many steps were made")
-    first, step = next(iter(steps.items()))
-    for place, other in steps.items():
-        if other != step:
-            raise contradict((first, step), (place, other))
-    return int(step), [int(step)] * len(names)
+    for place, step in steps.items():
+        if step not in known.values():
+            here, own = next(iter(known.items()))
+            seen = f"{own:g} by {here}, {step:g} by {place}"
+            raise damaged(source.root, f"has parameters of two steps: {seen}")
+    step = int(max(known.values()))
+    return step, [int(taken.get(f"{ZERO}/{name}/{STEP}.pt", step)) for name in names]
 
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from fzero.collectives import gather_objects, gather_objects_beside
 from fzero.errors import CheckpointError as CheckpointError
 from fzero.errors import FzeroError, LostRankError
-from fzero.ranks.mesh import Axis
+from fzero.ranks.mesh import Axis, axis_index
+from fzero.transforms.simulate import simulate
 
 T = TypeVar("T")
 
@@ -122,6 +123,17 @@ def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """Call `do()` on rank 0; return its result on every rank. Raises as `results_of_ranks`."""
     first: Any = results_of_ranks(ranks, lambda: None if ranks.axis.rank else do(), what=what)[0]
     return first
+
+
+def on_ranks(size: int, do: Callable[[int], T]) -> list[T]:
+    """Return what `do(rank)` returns on each of so many virtual ranks."""
+    found: list[Any] = [None] * size
+
+    def body() -> None:
+        found[axis_index()] = do(axis_index())
+
+    simulate(body, world_size=size)()
+    return found
 
 
 def written_by_first(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fzero.checkpoint._pieces import TensorPiece, blocks
 from fzero.checkpoint.collective import CheckpointError, damaged
@@ -49,7 +50,7 @@ class EngineLike(Protocol):
     def state(self, state: TrainState) -> None: ...
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def optimizer(self) -> Optimizer | None:
         """The torch.optim optimizer, if it has one."""
         ...
 
@@ -152,7 +153,7 @@ def set_buffers(module: nn.Module, values: Buffers) -> None:
         here[path].copy_(value)
 
 
-def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+def options_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
     """Return the options of each param group that JSON can hold: what a scheduler changes."""
     return [plain_options(group) for group in ([] if optimizer is None else optimizer.param_groups)]
 
@@ -207,7 +208,7 @@ def options_by_name(
     return found
 
 
-def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:
+def set_options(optimizer: Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:
     """Set options as `optimizer.load_state_dict` does; those of other groups are left out."""
     groups = [] if optimizer is None else optimizer.param_groups
     if len(groups) != len(saved):
@@ -221,9 +222,7 @@ def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[st
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def require_options(
-    optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]
-) -> None:
+def require_options(optimizer: Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:
     """Raise `CheckpointError` for options that the optimizer's groups cannot have."""
     groups = [] if optimizer is None else optimizer.param_groups
     for number, (group, options) in enumerate(zip(groups, saved, strict=False)):

@@ -21,15 +21,7 @@ from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
 from fzero.state.layout import ENCODED
-from fzero.transforms.state_entries import (
-    FACTS,
-    NUMBERS,
-    entries_of,
-    is_slot,
-    numbers_of,
-    shared_of,
-    trains_apart,
-)
+from fzero.transforms import state_entries
 
 MANIFEST, FORMAT = "checkpoint.json", 4
 FORMER = (3,)  # formats that are read, too: docs/checkpoints.md says what is other in them
@@ -82,7 +74,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
             for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         },
         slots=slot_facts(state),
-        counters=numbers_of(state),
+        counters=state_entries.numbers_of(state),
         module={"buffers": {}, "options": []},
         kept=kept_facts(state, 0) if state.slots else {},
         tied=tied_names(layout),
@@ -95,8 +87,8 @@ def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str,
     live: also of what does not live for the run.
     """
     found: dict[str, Any] = {}
-    for entry in entries_of(state, rank, live=live):
-        if is_slot(entry):  # its form: what it is parallel to, and whether it is a sum
+    for entry in state_entries.entries_of(state, rank, live=live):
+        if state_entries.is_slot(entry):  # its form: parallel to what, and whether it is a sum
             partial = entry.placement is Placement.PARTIAL
             form = entry.form.leaves + (f", {entry.placement.value}" if partial else "")
             values = texts_of(state.setup, entry)
@@ -106,9 +98,9 @@ def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str,
 
 def named_texts(state: TrainState, rank: int) -> Texts:
     """Return what this rank alone knows of named tensors: what it owns, or its replica has."""
-    apart, found = trains_apart(state), named_entries(state, rank)
+    apart, found = state_entries.trains_apart(state), named_entries(state, rank)
     own = rank % state.setup.axis.size
-    found += [(one, "") for one in shared_of(state, own)] if apart else []
+    found += [(one, "") for one in state_entries.shared_of(state, own)] if apart else []
     return {
         prefix + one.name: texts
         for one, prefix in found
@@ -362,11 +354,11 @@ MANIFEST_FORM = DictForm(
                 "torch": text,
                 "optimizer": text,
             },
-            may={**FACTS, "logical": text},
+            may={**state_entries.FACTS, "logical": text},
         ),
         "leaves": TEXTS,
         "slots": DictForm(others=TEXTS),
-        "counters": NUMBERS,
+        "counters": state_entries.NUMBERS,
         "module": DictForm(
             must={
                 "buffers": DictForm(others=DictForm(must={"0": text}, others=text, names="[0-9]+")),
@@ -377,8 +369,7 @@ MANIFEST_FORM = DictForm(
         "data": DATA,
         # No folder, not . and not ..
         "files": DictForm(
-            others=(natural, integer(0, 2**32)),
-            names="[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*",
+            others=(natural, integer(0, 2**32)), names="[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*"
         ),
         "extra": ANYTHING,
     },

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.checkpoint._allocate import NewState, on_ranks
+from fzero.checkpoint._allocate import NewState
 from fzero.checkpoint._pieces import TensorPiece, Texts, form_in, pieces_of_rank
 from fzero.checkpoint._process_states import LocalStates, facts_of_replicas, local_states, stack_of
-from fzero.checkpoint.collective import Ranks, run_on_all_ranks
+from fzero.checkpoint.collective import Ranks, on_ranks, run_on_all_ranks
 from fzero.checkpoint.manifest import (
     Manifest,
     facts_of_state,
@@ -44,21 +44,10 @@ from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Slot, Tra
 from fzero.state.entry import Entry, slot_with
 from fzero.state.progress import CLOSED, Window, pop
 from fzero.state.train_state import require_not_donated
-from fzero.transforms import simulate
+from fzero.transforms import simulate, state_entries
 from fzero.transforms.backward_pass import agree, reduce_agreed
 from fzero.transforms.donation import returned, took
 from fzero.transforms.init import check_stage
-from fzero.transforms.state_entries import (
-    APART,
-    Pattern,
-    blank_at,
-    entries_of,
-    follows_setup,
-    is_owner,
-    pattern_of,
-    require_facts,
-    require_movable,
-)
 
 
 def reshard(
@@ -132,12 +121,25 @@ def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> 
 def _of_stack(state: Any, stage: int | None, mesh: MeshLike) -> TrainState:
     _require(state, stage)
     refuse_part(mesh, "reshard")
-    mesh = state.mesh if mesh is None else mesh
     held = local_states("reshard", state, apart=True)
     if any(one.window.pending.held for one in held.states):
-        reduced = simulate(_reduced, world_size=state.mesh.size)(state)
-        held = local_states("reshard", reduced, apart=True)
-    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
+        return _of_stack(simulate(_reduced, world_size=state.mesh.size)(state), stage, mesh)
+    mesh = state.mesh if mesh is None else mesh
+    size, pairs = _size_of(state.mesh, mesh), held.pairs
+    facts = [facts_of_rank(one, rank, rank < size, "") for one, rank in pairs]
+    both = max(len(pairs), size)
+    facts += [RankFacts(is_in=True, knows=True, asked="")] * (both - len(pairs))
+    axis = Axis(size=both, runtime=Runtime.VIRTUAL if both > 1 else Runtime.LOCAL)
+    here = RanksHere(axis, pairs, size, True)
+    states: list[Any] = _moved(here, structure_of(held), facts, stage, mesh)
+    treespec = optree.tree_structure(states[0], namespace=NAMESPACE)
+    columns = [*zip(*(optree.tree_leaves(x, namespace=NAMESPACE) for x in states), strict=True)]
+    states.clear()
+    made: list[Any] = []
+    while columns:  # what a rank has of a tensor is let go when it is in the stack
+        made.append(stack_of(columns.pop(0)))
+    found: Any = optree.tree_unflatten(treespec, made)
+    return found
 
 
 def _require(state: TrainState | None, stage: Any) -> None:
@@ -164,8 +166,7 @@ def _reduced(state: TrainState) -> TrainState:
 
 def _size_of(old: Axis, mesh: Any) -> int:
     """Return how many virtual ranks a mesh means."""
-    virtual = isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1)
-    if virtual:
+    if isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1):
         return mesh.size
     if isinstance(mesh, Mapping | Mesh):
         named = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
@@ -255,29 +256,10 @@ def moved(
         sent = ranks.tell(send)[members[0]]
         structure = on_all(ranks.axis, lambda: as_received(sent) if mine is None else mine)
     assert structure is not None
-    states = [] if held is None else [(held.states[0], held.ranks[0])]
+    states = [] if held is None else held.pairs
     here = RanksHere(ranks.axis, states, int(where.is_in), False)
     made = _moved(here, structure, facts, stage, where.mesh)
     return made[0] if made else None
-
-
-def moved_stack(held: LocalStates, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
-    """`moved` of the stacked state of all virtual ranks, to `size` of them."""
-    pairs = [*zip(held.states, held.ranks, strict=True)]
-    facts = [facts_of_rank(state, rank, rank < size, "") for state, rank in pairs]
-    both = max(len(pairs), size)
-    facts += [RankFacts(is_in=True, knows=True, asked="")] * (both - len(pairs))
-    axis = Axis(size=both, runtime=Runtime.VIRTUAL if both > 1 else Runtime.LOCAL)
-    here = RanksHere(axis, pairs, size, True)
-    states: list[Any] = _moved(here, structure_of(held), facts, stage, mesh)
-    treespec = optree.tree_structure(states[0], namespace=NAMESPACE)
-    columns = [*zip(*(optree.tree_leaves(x, namespace=NAMESPACE) for x in states), strict=True)]
-    states.clear()
-    made: list[Any] = []
-    while columns:  # what a rank has of a tensor is let go when it is in the stack
-        made.append(stack_of(columns.pop(0)))
-    found: Any = optree.tree_unflatten(treespec, made)
-    return found
 
 
 class RanksHere(NamedTuple):
@@ -315,8 +297,7 @@ def _moved(
         more |= one.more
     note_texts(manifest, (one.texts for one in facts))
     first, size = (0, here.axis.size) if here.is_stack else (here.axis.rank, 1)
-    none: list[list[TensorPiece]] = [[] for _ in range(size)]
-    left = none[len(here.states) :]
+    left: list[list[TensorPiece]] = [[]] * (size - len(here.states))
     has = [pieces_of_rank(*pair, live=True) for pair in here.states] + left
     holds = [pieces_of_rank(*pair, shared=True, live=True) for pair in here.states] + left
     spans = here.tell([spans_of(some) for some in has])
@@ -326,7 +307,7 @@ def _moved(
         pattern, tensors = structure.pattern, dict[str, Any]()
         wanted = pattern.setup.stage if stage is None else stage
         try:
-            state = blank_at(pattern, stage=wanted, mesh=mesh)
+            state = state_entries.blank_at(pattern, stage=wanted, mesh=mesh)
         except LayoutError as error:
             error.add_note(
                 "(A state keeps its options where it is resharded. To go on with others, use "
@@ -339,8 +320,8 @@ def _moved(
             chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
             chunks += [[start, stop - start] for start, stop in some]
         saved = replace(manifest, tensors=tensors)
-        if (apart := saved.origin.get(APART)) is not None:
-            require_facts(state, apart, _HERE, "reshard")
+        if (apart := saved.origin.get(state_entries.APART)) is not None:
+            state_entries.require_facts(state, apart, _HERE, "reshard")
         made = dict(state.slots)  # and those that nobody makes anew
         for name, form in slots.items():
             if name not in made:
@@ -365,7 +346,7 @@ def _moved(
         targets = on_all(here.axis, lambda: here.run(here.new, target))
     if targets:
         targets[0].warn(_HERE, "reshard")
-    wants = [room.pieces for room in targets] + none[len(targets) :]
+    wants = [room.pieces for room in targets] + [[]] * (size - len(targets))
     lacks = here.tell([copied(*some) for some in zip(holds, wants, strict=True)])
     stocks = [stock._replace(has=own) for stock, own in zip(lacks, spans, strict=True)]
     setup, device = structure.pattern.setup, structure.pattern.device
@@ -506,7 +487,7 @@ def _ranks_of_mesh(mesh: Any) -> list[int] | None:
 class Structure:
     """What a state is, on whatever ranks."""
 
-    pattern: Pattern
+    pattern: state_entries.Pattern
     manifest: Manifest
 
 
@@ -516,10 +497,10 @@ def structure_of(held: LocalStates) -> Structure:
     manifest = facts_of_state(state)
     facts, counters = facts_of_replicas(held), manifest.counters
     if facts:  # those of replica 0, as in a checkpoint
-        counters = facts[APART]["replicas"][0]["counters"]
+        counters = facts[state_entries.APART]["replicas"][0]["counters"]
     origin = {**manifest.origin, **facts}
     manifest = replace(manifest, origin=origin, counters=counters)
-    return Structure(pattern=pattern_of(state), manifest=manifest)
+    return Structure(pattern=state_entries.pattern_of(state), manifest=manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -534,15 +515,14 @@ class RankFacts:
     texts: Texts = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # as a manifest has it
     slots: dict[str, Form] = field(default_factory=dict)
-    more: dict[str, Form] = field(
-        default_factory=dict
-    )  # of what is no slot, and does not live for the run
+    more: dict[str, Form] = field(default_factory=dict)  # of no slot, and not for the run
 
 
 def facts_of_rank(state: TrainState, rank: int, is_in: bool, asked: str) -> RankFacts:
     """Return them, of a rank that has a state. Raises `PhaseError` where it cannot move."""
-    require_movable(state)
-    own = rank % state.setup.axis.size
+    state_entries.require_movable(state)
+    own, slots = rank % state.setup.axis.size, state.slots.items()
+    entries = state_entries.entries_of(state, own, live=True)
     return RankFacts(
         is_in=is_in,
         knows=True,
@@ -551,10 +531,8 @@ def facts_of_rank(state: TrainState, rank: int, is_in: bool, asked: str) -> Rank
         window=pop(state.window)[0],  # its gradients are all reduced
         texts=named_texts(state, rank),
         kept=kept_facts(state, own, live=True),
-        slots={name: slot.form for name, slot in state.slots.items() if not follows_setup(name)},
-        more={
-            x.name: x.form for x in entries_of(state, own, live=True) if x.form.lifetime != "run"
-        },
+        slots={k: slot.form for k, slot in slots if not state_entries.follows_setup(k)},
+        more={x.name: x.form for x in entries if x.form.lifetime != "run"},
     )
 
 
@@ -575,33 +553,26 @@ def next_progress(facts: Sequence[RankFacts], rank: int) -> tuple[Progress, Wind
 
 def _blank_entry(manifest: Manifest, state: TrainState, name: str, form: Form, rank: int) -> Entry:
     """Return zeros for what is kept under a name, as the manifest says its dtypes and shapes."""
-    setup, device = state.setup, state.device
-    texts, names = manifest.kept[name]["values"], leaf_paths(setup.layout)
+    setup, layout, device, values = state.setup, state.setup.layout, state.device, {}
+    texts, names = manifest.kept[name]["values"], leaf_paths(layout)
     if form.leaves in ("number", "named"):
-        values: dict[Any, Tensor] = {}
+        placement = form.placed(setup.optimizer_state)
         for key, text in texts.items():
             shape, dtype = form_in(f"{name}/{key}", text) or ((), torch.float32)
+            if placement is Placement.OWNER and not state_entries.is_owner(setup, key, rank):
+                shape = (0,)
             values[key] = torch.zeros(shape, dtype=dtype, device=device)
-        placement = form.placed(setup.optimizer_state)
-        if placement is Placement.OWNER:
-            values = {
-                key: x if is_owner(setup, key, rank) else x.new_zeros((0,))
-                for key, x in values.items()
-            }
         return Entry(name=name, form=replace(form, placement=placement), values=values)
-    layout = setup.layout
-    placement = form.placement if form.lifetime == "run" else None
-    home = setup.offload.optimizer if form.lifetime == "run" else setup.offload.gradients
-    form = replace(form, placement=placement if placement else setup.optimizer_state)
-    values = {}
+    runs = form.lifetime == "run"
+    placement = (form.placement if runs else None) or setup.optimizer_state
+    home = setup.offload.optimizer if runs else setup.offload.gradients
     for i in layout.trainable if form.leaves == "learning" else range(len(layout.groups)):
         own = (texts[names[k]] for k in layout.groups[i].leaves if names[k] in texts)
         text = next(own, next(iter(texts.values()), "torch.float32"))  # a group may have no element
         dtype = getattr(torch, text.removeprefix("torch."))
-        assert form.placement is not None
-        flat = torch.zeros(setup.numel(i, form.placement), dtype=dtype, device=device)
+        flat = torch.zeros(setup.numel(i, placement), dtype=dtype, device=device)
         values[i] = offloaded(home, flat, setup.offload)
-    return Entry(name=name, form=form, values=values)
+    return Entry(name=name, form=replace(form, placement=placement), values=values)
 
 
 def as_sent(structure: Structure) -> bytes:
@@ -689,8 +660,6 @@ class _Pickler(pickle.Pickler):
 # Every rank says what it has for the others, and what it lacks. From that each of them knows all
 # batches, and what goes from any rank to any other in each of them.
 
-Named = dict[str, list[TensorPiece]]
-
 
 def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
     """Fill what this rank wants and holds itself; return what it lacks then."""
@@ -755,9 +724,9 @@ def redistribute(
         exchange(batch)  # nothing of a batch outlives it
 
 
-def by_name(pieces: Sequence[TensorPiece]) -> Named:
+def by_name(pieces: Sequence[TensorPiece]) -> dict[str, list[TensorPiece]]:
     """Return the pieces of each logical tensor."""
-    found: Named = {}
+    found = dict[str, list[TensorPiece]]()
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
     return found

@@ -40,13 +40,7 @@ from torch import Tensor
 from fzero.checkpoint._load import finished, planned
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import LocalStates, local_states
-from fzero.checkpoint._save import (
-    AsyncSave,
-    draft_of,
-    group_beside,
-    run_beside,
-    write_draft,
-)
+from fzero.checkpoint._save import AsyncSave, draft_of, group_beside, run_beside, write_draft
 from fzero.checkpoint._storage import chunks_of, read_pieces
 from fzero.checkpoint.collective import (
     CheckpointError,
@@ -685,9 +679,8 @@ def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -
         return _bytes_of(part), sum(_bytes_in(folder)) if hosts.leads else 0
 
     sizes = results_of_ranks(ranks, make, what=f"make {folder}")
-    needed = {
-        host: SLOTS * sum(sizes[rank][0] for rank in hosts.parts_on(host)) for host in hosts.names
-    }
+    parts = {host: hosts.parts_on(host) for host in hosts.names}
+    needed = {host: SLOTS * sum(sizes[rank][0] for rank in some) for host, some in parts.items()}
     free = {host: sizes[hosts.ranks_on(host)[0]][1] for host in hosts.names}
 
     for host in hosts.names:

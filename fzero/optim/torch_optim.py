@@ -27,17 +27,8 @@ from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners, Wholes
 from fzero.machine.partition import identity
 from fzero.machine.tree_sum import even_spans, threads_on
-from fzero.optim.encoded_moments import (
-    Flats,
-    Portion,
-    Slots,
-    begun,
-    counted,
-    in_portions,
-    leaves_of_flats,
-    step_flats,
-    written_back,
-)
+from fzero.optim import encoded_moments
+from fzero.optim.encoded_moments import Flats, Portion, Slots
 from fzero.optim.optimizer import OfPrecision, copied, not_differentiable, shown
 from fzero.optim.per_leaf_step_counts import Apart, Parted, parted, settled
 from fzero.optim.precision import (
@@ -57,15 +48,14 @@ from fzero.optim.torch_probe import (
     as_kept,
     as_tensor,
     bind,
-    constructed,
     fuses,
     has_steps,
     is_of_torch,
     known_needs,
     name_of,
     numbers_of,
+    probe_of,
     require_usable,
-    rule_of,
 )
 from fzero.state import record, static
 from fzero.state.layout import Leaf, as_real, learns
@@ -309,7 +299,7 @@ class TorchOptimizer(OfPrecision):
             owners: which rank steps which parameter whole, and keeps what is kept of it.
         """
         bound = self._bound()
-        precision, leaves = bound.precision, leaves_of_flats(params, pieces)
+        precision, leaves = bound.precision, encoded_moments.leaves_of_flats(params, pieces)
         of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
         kept = [of_flat.get(i) for i in range(len(params))]
         whole = frozenset[int]() if owners is None else owners.positions
@@ -328,7 +318,7 @@ class TorchOptimizer(OfPrecision):
             if first is None:
                 return params[i].new_empty(0)
             codec = self.codec_of(leaves[i], name) if first[1].is_floating_point else None
-            return begun(codec, params[i], *first)
+            return encoded_moments.begun(codec, params[i], *first)
 
         def owned_slot(name: str, number: int) -> Tensor:
             flat, mine = params[owned[number].position], owners and number in owners.mine
@@ -405,7 +395,7 @@ class TorchOptimizer(OfPrecision):
                 state = copied(state, copy)
             flats = Flats(params, grads, state.masters, state.slots)
             if encodes := self.precision.encoding is not None:
-                flats, pieces = in_portions(flats, pieces, self.codec_of, unused)
+                flats, pieces = encoded_moments.in_portions(flats, pieces, self.codec_of, unused)
             # Parameters that this rank owns are numbered behind the flats.
             count = len(flats.params)
             whole = frozenset[int]() if owners is None else owners.positions
@@ -449,7 +439,7 @@ class TorchOptimizer(OfPrecision):
                 return _step_units(bound, here, portion, before, counters, late, fresh=first)
 
             step = partial(
-                step_flats,
+                encoded_moments.step_flats,
                 run=run,
                 precision=bound.precision,
                 device=device,
@@ -478,7 +468,7 @@ class TorchOptimizer(OfPrecision):
                     slots[name][i] = x
             kept = state.owned if owners is None else _step_owned(step, owners, flats, state.owned)
         return list(params), TorchState(
-            count=counted(state.count, found_inf),
+            count=encoded_moments.counted(state.count, found_inf),
             slots={name: tuple(flats) for name, flats in slots.items()},
             counters=counters,
             masters=state.masters,
@@ -657,8 +647,7 @@ class TorchOptimizer(OfPrecision):
         sizes = Counter(bound.group_at.get(leaf.path, -1) for leaf in leaves)
         lines = [f"optimizer {self!r}"]
         for number, group in enumerate(bound.instance.param_groups):
-            options = {name: shown(x) for name, x in group.items() if name not in NO_OPTIONS}
-            text = ", ".join(f"{name}={x}" for name, x in options.items())
+            text = ", ".join(f"{k}={shown(x)}" for k, x in group.items() if k not in NO_OPTIONS)
             of = f" of {sizes[number]} leaves" if leaves else ""
             lines.append(f"param group {number}{of}: {text}")
 
@@ -864,7 +853,7 @@ def _step_owned(
 
     owners.run([work, flats.grads], compute, work)
     for position in owners.positions:
-        written_back(flats, position, work[position])
+        encoded_moments.written_back(flats, position, work[position])
     mine = set(owners.mine)
     return {
         name: tuple(x if k in mine else x.new_empty(0) for k, x in enumerate(some))
@@ -1046,8 +1035,8 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
 def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> str:
     """What a rule does to complex parameters that it does not to their real views; "" if none."""
     here = torch.device("cpu") if device.type == "meta" else device
-    begin = constructed(optimizer.instance, group, used=has_steps(optimizer.instance))
-    rule = rule_of(optimizer.instance, group, begin)
+    instance = optimizer.instance
+    rule = probe_of(instance, group, here, used=has_steps(instance)).changes
     x, *gs = (size * numbers_of((6, 2), k).to(here) for k, size in enumerate((1.0, 1.0, 8.0, 0.1)))
     try:
         with seeded(0, here):

@@ -42,9 +42,10 @@ from fzero.state.setup import NO_OPTIONS
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the leaf
-Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
-"""(parameters, for each step their gradients) -> what each parameter was changed by, and the
-numbers that the rule keeps for all of them together."""
+Changes = tuple[list[Tensor], list[float]]
+"""What each parameter was changed by, and the numbers that a rule keeps for all of them."""
+Rule = Callable[[list[Tensor], list[list[Tensor]]], Changes]
+"""(parameters, for each step their gradients) -> what it makes of them."""
 Begin = Callable[[Tensor], dict[str, Any]]
 """parameter -> the state that it has before the first step."""
 
@@ -102,10 +103,8 @@ class Bound:
 
     def begin_of(self, group: int) -> dict[str, Tensor]:
         """Return the counters of a param group before the first step."""
-        own = dict[str, Tensor]()
-        for (number, *_), kept in self.kept.items():
-            own |= kept.counters if number == group else {}
-        return {**own, **self.shared[group].begin}
+        own = [kept.counters for (number, *_), kept in self.kept.items() if number == group]
+        return {k: x for some in (*own, self.shared[group].begin) for k, x in some.items()}
 
     def idle(self) -> Optimizer:
         """Return a copy of the optimizer that steps nothing of anybody's: what the trial stepped.
@@ -146,13 +145,13 @@ def bind(
     for path, group in group_at.items():
         devices[group] = devices[group] if params[path].is_meta else params[path].device
     used = not made and has_steps(instance)
-    begins = [constructed(instance, number, used=used) for number in range(len(devices))]
-    each = _needs_of(instance, begins, devices, shapes, needs)
+    probes = [probe_of(instance, k, device, used=used) for k, device in enumerate(devices)]
+    each = _needs_of(type(instance), probes, shapes, needs)
     keys = dict[Key, None]()  # in the order of the parameters
     for path, p in learning.items():
         group, dtype = group_at[path], precision.stepped(stored_dtype(p.dtype))
         keys[group, dtype, _FLAT if each[group] == "element" else tuple(p.shape)] = None
-    kept, shared = _keeps(instance, keys, begins, devices)
+    kept, shared = _keeps(probes, keys)
     if not used:
         instance.state.clear()  # what the constructor made; it is made again for the shards
     for group in instance.param_groups if made else ():
@@ -293,11 +292,7 @@ def known_needs(kind: type) -> str | None:
 
 
 def _needs_of(
-    instance: Optimizer,
-    begins: Sequence[Begin],
-    devices: Sequence[torch.device],
-    shapes: Sequence[Collection[Shape]],
-    declared: Needs | None,
+    kind: type, probes: Sequence[Probe], shapes: Sequence[Collection[Shape]], declared: Needs | None
 ) -> list[str]:
     """Return what each param group needs: an "element", a "leaf", or "all" leaves at once.
 
@@ -306,17 +301,17 @@ def _needs_of(
 
     Raises `LayoutError` for a class of which something else is declared than is known or seen.
     """
-    kind, tried = type(instance), dict[Any, Any]()
-    known, call = known_needs(kind), f"from_torch({kind.__name__}, needs={declared!r}): "
+    known, tried = known_needs(kind), dict[Any, Any]()
+    call = f"from_torch({kind.__name__}, needs={declared!r}): "
 
     def found(test: Callable[..., str], number: int, some: Iterable[Shape]) -> set[str]:
         """Return what a test has seen; tried once for groups that differ in the rate."""
-        group, rule = instance.param_groups[number], rule_of(instance, number, begins[number])
-        rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
+        probe, rates = probes[number], {*NO_OPTIONS, "lr", "initial_lr"}
+        rest = repr({k: x for k, x in probe.group.items() if k not in rates})
         keys = {(test, rest, small_shape(shape)) for shape in some}
         for key in keys - tried.keys():
             with _naming(kind.__name__):
-                tried[key] = test(rule, devices[number], key[-1])
+                tried[key] = test(probe.changes, probe.device, key[-1])
         return {tried[key] for key in keys} - {""}
 
     def needs_of(number: int) -> str:
@@ -486,28 +481,25 @@ def _trial(
 
 
 def _keeps(
-    instance: Optimizer,
-    keys: Iterable[Key],
-    begins: Sequence[Begin],
-    devices: Sequence[torch.device],
+    probes: Sequence[Probe], keys: Iterable[Key]
 ) -> tuple[dict[Key, KeptState], list[GroupCounts]]:
     """Return what the rule keeps for each key, and in each param group."""
     kept, tried = dict[Key, KeptState](), dict[Any, tuple[KeptState, GroupCounts]]()
-    shared = [GroupCounts({}, frozenset(), False)] * len(instance.param_groups)
+    shared = [GroupCounts({}, frozenset(), False)] * len(probes)
     counted: dict[tuple[int, str], tuple[float, Shape]] = {}
-    of_torch, rule = is_of_torch(instance), type(instance).__name__
     for group, dtype, shape in keys:
-        like = torch.empty(0, dtype=dtype, device=devices[group])
+        probe = probes[group]
+        of_torch, rule = is_of_torch(probe.optimizer), type(probe.optimizer).__name__
         if shape == _FLAT:
             small = (24,) if of_torch else (8192,)  # some rules quantize from 4096 elements on
         else:
             small = small_shape(shape, 6) if of_torch else small_shape(shape)
         with _naming(rule):
             if (group, dtype, small) not in tried:
-                tried[group, dtype, small] = _tried(instance, group, begins[group], like, small)
+                tried[group, dtype, small] = _tried(probe, dtype, small)
             mine, shared[group] = tried[group, dtype, small]
             if prod(shape) > prod(small):
-                mine = _as_large(instance, group, begins[group], like, shape, mine)
+                mine = _as_large(probe, dtype, shape, mine)
         if mine.odd and shape == _FLAT:
             raise LayoutError(
                 f"{rule} keeps {next(iter(mine.odd))} for a parameter, which is neither shaped as "
@@ -531,10 +523,8 @@ def _keeps(
     return kept, shared
 
 
-def _tried(
-    optimizer: Optimizer, number: int, begin: Begin, like: Tensor, shape: Shape
-) -> tuple[KeptState, GroupCounts]:
-    """Return what param group `number` keeps for a small parameter, and for itself.
+def _tried(probe: Probe, dtype: torch.dtype, shape: Shape) -> tuple[KeptState, GroupCounts]:
+    """Return what a param group keeps for a small parameter, and for itself.
 
     What it keeps are tensors shaped as the parameter, numbers, and tensors of other shapes. A
     number is a counter if it is the same for other values and gradients.
@@ -542,22 +532,22 @@ def _tried(
     Raises `LayoutError` for what is neither a tensor nor a number, or is kept elsewhere.
     """
 
-    def run(begin: Begin = begin, seed: int = 0, **how: Any) -> Ran:
+    def run(seed: int = 0, begin: Begin = probe.begin, without: str | None = None) -> Ran:
         sizes = (1.0, 1.0, 10.0, 0.1)  # of the values, and of the gradients of each step
         every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
-        values, *grads = (x.to(like.device, like.dtype) for x in every)
-        with seeded(0, like.device):
-            return step_copy(optimizer, number, [values], [[g] for g in grads], begin, **how)
+        values, *grads = (x.to(probe.device, dtype) for x in every)
+        with seeded(0, probe.device):
+            return probe._replace(begin=begin).step([values], [[g] for g in grads], without)
 
-    def changes_nothing(begin: Begin = begin, without: str | None = None) -> bool:
+    def changes_nothing(begin: Begin = probe.begin, without: str | None = None) -> bool:
         with suppress(Exception):  # it looks into what it was given, or misses it
-            again = run(begin, without=without)
+            again = run(begin=begin, without=without)
             one, two = ({"": x.params[0], **x.options, **x.states[0]} for x in (ran, again))
             alike = one.keys() ^ two.keys() <= {without}
             return alike and not any(_changed(one[k], two[k]) for k in one.keys() & two.keys())
         return False
 
-    ran, others, rule = run(), run(seed=4).states[0], type(optimizer).__name__
+    ran, others, rule = run(), run(seed=4).states[0], type(probe.optimizer).__name__
     if ran.hidden:
         raise LayoutError(
             f"{rule} writes {', '.join(ran.hidden)} in step().",
@@ -566,8 +556,8 @@ def _tried(
             fix="use an optimizer that keeps its numbers in the state of each parameter, or in its "
             "param groups.",
         )
-    (p,), (state,), group = ran.params, ran.states, optimizer.param_groups[number]
-    begun = begin(p)
+    (p,), (state,), group = ran.params, ran.states, probe.group
+    begun = probe.begin(p)
     varying = {
         k for k, x in state.items() if is_number(x) and float(x) != float(others.get(k, "nan"))
     }
@@ -582,7 +572,7 @@ def _tried(
         elif is_number(value):
             counters[name] = _at(begun.get(name), value)
         else:
-            raise _not_kept(optimizer, name, value)
+            raise _not_kept(rule, name, value)
     numbers = frozenset(k for k, x in state.items() if isinstance(x, int | float))
     for name, value in ran.options.items():
         if not is_number(value) or name == "lr" or name in {*slots, *odd, *counters}:
@@ -617,9 +607,7 @@ def _tried(
     )
 
 
-def _as_large(
-    optimizer: Optimizer, number: int, begin: Begin, like: Tensor, shape: Shape, small: KeptState
-) -> KeptState:
+def _as_large(probe: Probe, dtype: torch.dtype, shape: Shape, small: KeptState) -> KeptState:
     """Return what a rule keeps of a leaf of this shape, as a step on the meta device shows it.
 
     small: what it keeps of a small one: with which values that begins, and which numbers are
@@ -634,20 +622,20 @@ def _as_large(
                 return torch.ones((), dtype=args[0].dtype).item()
             return func(*args, **(kwargs or {}))
 
-    p, state = torch.empty(shape, dtype=like.dtype, device="meta"), dict[str, Any]()
-    with suppress(Exception), warnings.catch_warnings(), seeded(0, like.device), Ones():
-        warnings.simplefilter("ignore")
-        state = step_copy(optimizer, number, [p], [[p]], begin).states[0]
+    p, state = torch.empty(shape, dtype=dtype, device="meta"), dict[str, Any]()
+    quiet = warnings.catch_warnings(action="ignore")
+    with suppress(Exception), quiet, seeded(0, probe.device), Ones():
+        state = probe.step([p], [[p]]).states[0]
     slots, odd = dict[str, Tensor](), dict[str, int]()
     for name in state.keys() - small.unread - small.counters.keys():
         value = as_tensor(state[name])
         if value.shape != p.shape:
             odd[name] = value.numel()
         elif type(value) is not Tensor:
-            raise _not_kept(optimizer, name, value)
+            raise _not_kept(type(probe.optimizer).__name__, name, value)
         else:
             slots[name] = small.slots.get(name, torch.zeros((), dtype=value.dtype))
-    if not state or begin(p):
+    if not state or probe.begin(p):
         return small
     counters = {name: x for name, x in small.counters.items() if name in state}
     late = small.late or bool(odd) or slots.keys() != small.slots.keys()
@@ -655,17 +643,17 @@ def _as_large(
     return small._replace(slots=order, odd=odd, counters=counters, late=late)
 
 
-def _not_kept(optimizer: Optimizer, name: str, value: Any) -> LayoutError:
+def _not_kept(rule: str, name: str, value: Any) -> LayoutError:
     return LayoutError(
-        f"{type(optimizer).__name__} keeps {name} = {type(value).__name__} for a parameter.",
+        f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
         cause="state that is neither a plain tensor nor a number: a list of past gradients, an "
         "object, a quantized tensor.",
         fix="use an optimizer whose state has tensors and numbers.",
     )
 
 
-def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
-    """Return parameter -> the state that the constructor makes for it, in a param group.
+def probe_of(source: Optimizer, number: int, device: torch.device, *, used: bool) -> Probe:
+    """Return a param group, with the state that the constructor makes for a parameter.
 
     As it has made it for those of the group; else as another optimizer has it, made of one. Where
     that is not possible (a constructor with other arguments), the rule is taken for one that makes
@@ -675,7 +663,7 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
 
     Raises `LayoutError` for a slot with other values for other elements.
     """
-    group, kind = optimizer.param_groups[number], type(optimizer)
+    optimizer, group, kind = source, source.param_groups[number], type(source)
     own = [p for p in group["params"] if p.ndim and p.numel() and not p.is_meta]
     like = [] if used else [p for p in own if optimizer.state.get(p)]
     if made_anew := not like:
@@ -694,7 +682,7 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
         for slot, p in ((optimizer.state[p].get(name), p) for p in like if fits(value, like[0])):
             if not fits(slot, p) or bool((slot != value.flatten()[0]).any()):
                 if made_anew:
-                    return lambda p: {}
+                    return Probe(source, number, lambda p: {}, device)
                 raise LayoutError(
                     f"{kind.__name__} makes {name} in its constructor, with other values for other "
                     "elements.",
@@ -709,7 +697,8 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
         dtype = p.dtype if value.dtype == like[0].dtype else value.dtype
         return torch.full_like(p.detach(), value.flatten()[0].item(), dtype=dtype)
 
-    return lambda p: {name: made_for(p, value) for name, value in made.items()}
+    begin = lambda p: {name: made_for(p, value) for name, value in made.items()}  # noqa: E731
+    return Probe(source, number, begin, device)
 
 
 def has_steps(instance: Optimizer) -> bool:
@@ -754,81 +743,84 @@ class Ran(NamedTuple):
     hidden: list[str]  # what a step counted elsewhere: attributes, state of no parameter
 
 
-def rule_of(optimizer: Optimizer, number: int, begin: Begin) -> Rule:
-    """Return the rule of param group `number`."""
+class Probe(NamedTuple):
+    """A param group of an optimizer, of which small copies are stepped."""
 
-    def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
-        ran = step_copy(optimizer, number, params, grads, begin)
+    optimizer: Optimizer
+    number: int  # of the param group
+    begin: Begin  # what the constructor keeps of a parameter
+    device: torch.device
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The param group itself."""
+        return self.optimizer.param_groups[self.number]
+
+    def changes(self, params: list[Tensor], grads: list[list[Tensor]]) -> Changes:
+        """Return what the rule makes of parameters."""
+        ran = self.step(params, grads)
         numbers = [float(x) for _, x in sorted(ran.options.items()) if is_number(x)]
         return [p - before for p, before in zip(ran.params, params, strict=True)], numbers
 
-    return rule
+    def step(
+        self, values: list[Tensor], grads: list[list[Tensor]], without: str | None = None
+    ) -> Ran:
+        """Step values [.] by a copy of the param group, once for each of `grads`.
 
+        The copy is not made by the constructor, whose arguments need not all be options of it.
 
-def step_copy(
-    optimizer: Optimizer,
-    number: int,
-    values: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-    begin: Begin,
-    *,
-    without: str | None = None,
-) -> Ran:
-    """Step values [.] by param group `number` of a copy, once for each of `grads`.
+        without: what is taken out of the state of each parameter before each step.
+        """
+        optimizer, group = self.optimizer, self.group
+        params = [nn.Parameter(x.clone()) for x in values]
+        small: Any = object.__new__(type(optimizer))
+        options: dict[str, Any] = {"params": params}
+        small.state, small.param_groups = defaultdict(dict), [options]
+        # Attributes that lead to the optimizer, its groups or its parameters lead to small ones.
+        memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
+        memo |= {id(optimizer): small, id(group): options}
+        memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
 
-    The copy is not made by the constructor, whose arguments need not all be options of the group.
+        def copied(value: Any) -> Any:
+            try:
+                return copy.deepcopy(value, memo)
+            except Exception:  # a lock, a process group: shared
+                return value
 
-    without: what is taken out of the state of each parameter before each step.
-    """
-    params = [nn.Parameter(x.clone()) for x in values]
-    small: Any = object.__new__(type(optimizer))
-    group = optimizer.param_groups[number]
-    options: dict[str, Any] = {"params": params}
-    small.state, small.param_groups = defaultdict(dict), [options]
-    # Attributes that lead to the optimizer, its groups or its parameters lead to the small ones.
-    memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
-    memo |= {id(optimizer): small, id(group): options}
-    memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
+        options |= {name: copied(x) for name, x in group.items() if name != "params"}
+        lr = options.get("lr")  # a warm-up begins with 0, at which all rules are alike
+        if isinstance(lr, Tensor | int | float):
+            options["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+        if fuses(optimizer, options, params):
+            options["fused"] = True
+        for name, value in vars(optimizer).items():
+            if name.endswith("_hooks"):
+                vars(small)[name] = type(value)()
+            elif name not in vars(small) and not (callable(value) and hasattr(type(small), name)):
+                vars(small)[name] = copied(value)  # but a scheduler's own step
+        small.state.update({p: state for p in params if (state := self.begin(p))})
 
-    def copied(value: Any) -> Any:
-        try:
-            return copy.deepcopy(value, memo)
-        except Exception:  # a lock, a process group: shared
-            return value
+        def as_now(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: x.clone() if isinstance(x, Tensor) else x for name, x in values.items()}
 
-    options |= {name: copied(x) for name, x in group.items() if name != "params"}
-    lr = options.get("lr")  # a warm-up begins with 0, at which all rules are alike
-    if isinstance(lr, Tensor | int | float):
-        options["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
-    if fuses(optimizer, options, params):
-        options["fused"] = True
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            vars(small)[name] = type(value)()
-        elif name not in vars(small) and not (callable(value) and hasattr(type(optimizer), name)):
-            vars(small)[name] = copied(value)  # but a scheduler's own step
-    small.state.update({p: state for p in params if (state := begin(p))})
-
-    def as_now(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in values.items()}
-
-    before, attributes = as_now(options), as_now(vars(small))
-    for gs in grads:
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.clone()
-            small.state.get(p, {}).pop(without, None)
-        rule_step(small)
-    kinds = int | float | Tensor  # what may count or average something: no flag
-    counted = [k for k, x in vars(small).items() if isinstance(x, kinds) and type(x) is not bool]
-    return Ran(
-        params=[p.detach() for p in params],
-        states=[dict(small.state.get(p, {})) for p in params],
-        options={k: x for k, x in options.items() if k != "params" and _changed(before.get(k), x)},
-        hidden=[
-            *(f"self.{k}" for k in counted if _changed(attributes.get(k), vars(small)[k])),
-            *(f"state[{k!r}]" for k in small.state if not isinstance(k, Tensor)),
-        ],
-    )
+        before, attributes = as_now(options), as_now(vars(small))
+        for gs in grads:
+            for p, g in zip(params, gs, strict=True):
+                p.grad = g.clone()
+                small.state.get(p, {}).pop(without, None)
+            rule_step(small)
+        kinds = int | float | Tensor  # what may count or average something: no flag
+        now = {k: x for k, x in vars(small).items() if isinstance(x, kinds) and type(x) is not bool}
+        options.pop("params")
+        return Ran(
+            params=[p.detach() for p in params],
+            states=[dict(small.state.get(p, {})) for p in params],
+            options={k: x for k, x in options.items() if _changed(before.get(k), x)},
+            hidden=[
+                *(f"self.{k}" for k, x in now.items() if _changed(attributes.get(k), x)),
+                *(f"state[{k!r}]" for k in small.state if not isinstance(k, Tensor)),
+            ],
+        )
 
 
 def _changed(before: Any, after: Any) -> bool:

@@ -394,10 +394,12 @@ def half(was: Any, *args: Any) -> InFlight:
     return flight
 
 
-def sent_early(was: Any, call: Any, axis: Any, *xs: Tensor, writes: bool = True, **how: Any) -> Any:
+def sent_early(
+    was: Any, call: Any, group: Any, *xs: Tensor, writes: bool = True, **how: Any
+) -> Any:
     """Copies in host memory are sent before they are over."""
     copies = [x.to("cpu", non_blocking=True) for x in xs]
-    work = call(*copies, group=axis.group(), **how)
+    work = call(*copies, group=group, **how)
     return lowering._OnCopies(work, copies, xs[0] if writes else None)
 
 

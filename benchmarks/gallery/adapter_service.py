@@ -28,12 +28,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import peft  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from client import Client  # noqa: E402
 from ranks import run_ranks, set_environment  # noqa: E402
 from report import write_report  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from wire import Client  # noqa: E402
 
 RANKS, CLIENTS, ROUNDS, STEPS, ROWS = 2, (1, 4, 16), 9, 3, 4
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -226,7 +226,7 @@ def service() -> str:
     started, folder = [], tempfile.TemporaryDirectory()
     for rank in range(RANKS):
         env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [*server, "--folder", folder.name]
+        command = [*server, "--port", "0", "--folder", folder.name]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     try:
         said = re.match(r"on port (\d+)", started[0].stdout.readline())

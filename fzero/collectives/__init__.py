@@ -44,6 +44,7 @@ from fzero.collectives.lowering import start_scatter as start_scatter
 from fzero.collectives.lowering import start_uneven_all_to_all as start_uneven_all_to_all
 from fzero.collectives.performer import EVALUATION as EVALUATION
 from fzero.collectives.performer import FUNCTIONAL as FUNCTIONAL
+from fzero.collectives.performer import PULLS as PULLS
 from fzero.collectives.performer import Performer as Performer
 from fzero.collectives.performer import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives.performer import broadcast as broadcast

@@ -401,7 +401,8 @@ def begin_all_reduce(
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
     if is_abstract():
         return given(outs, axis)
-    works = [_begun(PARTLY_TYPED.all_reduce, axis, out, async_op=True) for out in outs]
+    group = axis.group()
+    works = [_begun(PARTLY_TYPED.all_reduce, group, out, async_op=True) for out in outs]
     return InFlight("all_reduce", axis, works, lambda: outs)
 
 
@@ -432,8 +433,9 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
         sent = _swap(f"broadcast from {source}", values, axis, lambda xs: xs[source].clone())
         return [x.clone() for x in sent]
     outs = [value.contiguous().clone() for value in values]
-    root = dist.get_global_rank(axis.group(), source)
-    works = [_begun(dist.broadcast, axis, as_bytes(x), src=root, async_op=True) for x in outs]
+    group = axis.group()
+    root = dist.get_global_rank(group, source)
+    works = [_begun(dist.broadcast, group, as_bytes(x), src=root, async_op=True) for x in outs]
     return InFlight("broadcast", axis, works, lambda: outs).wait()
 
 
@@ -643,9 +645,9 @@ def sends_between(
         for r in (r for r in range(axis.size) if r != axis.rank):
             peer = dist.get_global_rank(group, r)
             if sent[r].numel():
-                works.append(_begun(dist.isend, axis, as_bytes(sent[r]), writes=False, dst=peer))
+                works.append(_begun(dist.isend, group, as_bytes(sent[r]), writes=False, dst=peer))
             if got[r].numel():
-                works.append(_begun(dist.irecv, axis, as_bytes(got[r]), src=peer))
+                works.append(_begun(dist.irecv, group, as_bytes(got[r]), src=peer))
     return works
 
 
@@ -653,8 +655,9 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     received = [torch.empty_like(full) for full in fulls]
     if is_abstract():
         return [], received
+    group = axis.group()
     works = [
-        _begun(PARTLY_TYPED.all_to_all_single, axis, as_bytes(got), as_bytes(full), async_op=True)
+        _begun(PARTLY_TYPED.all_to_all_single, group, as_bytes(got), as_bytes(full), async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
@@ -700,7 +703,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
             if rank == axis.rank and piece.data_ptr() != shard.data_ptr():
                 piece.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(_begun(dist.broadcast, axis, as_bytes(piece), src=source, async_op=True))
+            works.append(_begun(dist.broadcast, group, as_bytes(piece), src=source, async_op=True))
     if native:
         works += in_one_go("all_gather", native, axis)
     return InFlight("all_gather", axis, works, lambda: list(outs), shards)
@@ -867,13 +870,17 @@ class _OnCopies(NamedTuple):
 
 
 def _begun(
-    call: Callable[..., Any], axis: Axis, *tensors: Tensor, writes: bool = True, **options: Any
+    call: Callable[..., Any],
+    group: dist.ProcessGroup,
+    *tensors: Tensor,
+    writes: bool = True,
+    **options: Any,
 ) -> Any:
     """Start a call of torch.distributed on tensors, the first of which it may write (`writes`).
 
     Where no backend of the group takes them, on copies in host memory.
     """
-    group, device = axis.group(), tensors[0].device
+    device = tensors[0].device
     if not _by_host(group, device):
         return call(*tensors, group=group, **options)
     _say_by_host(device.type, dist.get_backend_config(group))

@@ -60,7 +60,7 @@ from fzero.state.protocol import (
     SyncPoint,
     Units,
 )
-from fzero.state.rounds import CODES, Round, row_of
+from fzero.state.rounds import CODES, Round, Served, row_of
 
 _TORCH: Any = torch  # what it has no types for
 
@@ -69,6 +69,9 @@ FUNCTIONAL = 2**29
 
 EVALUATION = 2**30
 """The number of an evaluation, which may run inside a pass; of one inside it, the next."""
+
+PULLS = 2**28
+"""What the numbers of pulls of `vjp` begin at, by the place of their states."""
 
 
 _DEFERRING = (Begin, FirstGradient, GiveUp)
@@ -87,7 +90,10 @@ class Performer:
         axis: the ranks, for rounds.
         data: the same, for gathers and reductions; see `over`.
         rounds: how many were posted.
-        pulls: forwards of `vjp` since the last update or error, by the layouts of the states.
+        forwards: how many of `vjp` there were, since the last error.
+        pulls: the states, by their layouts, whose pulls may come before their next update, by their
+            place in `Message.served`.
+        serves: whom a call of this rank serves, see `Message.served`.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -96,7 +102,8 @@ class Performer:
         self._parties: dict[int, weakref.ref[Any]] = {}
         self._running: dict[int, Any] = {}  # those in a pass live until it is over
         self._joined = 0
-        self.pulls: dict[Any, int] = {}
+        self.forwards, self.pulls = 0, dict[int, tuple[Any, ...]]()
+        self.serves: int = Served.ALL
 
     def over(self, axis: Axis) -> Axis:
         """Return the axis that gathers and reductions of the states on `axis` go over.
@@ -218,7 +225,7 @@ class Performer:
         self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)
         if self.protocol.known and not before.known:
-            self.pulls.clear()  # ranks that raised have made other forwards
+            self.forwards, self.pulls = 0, {}  # ranks that raised have made other ones
         if self.protocol.running is not before.running or isinstance(event, _DEFERRING):
             self._running = {number: self._party(number) for number in self.protocol.under_way}
 
@@ -253,9 +260,9 @@ class Performer:
         They are asked for before each round: what this rank holds changes while it serves others.
         """
         self.drop_raised()
-        self.send(Call(text, tuple(values())))
+        self.send(Call(text, tuple(values()), self.serves))
         while not self.protocol.heard:
-            self.send(Call(text, tuple(values())))
+            self.send(Call(text, tuple(values()), self.serves))
         return self.protocol.heard
 
     def tell(self, value: Any) -> list[Any]:

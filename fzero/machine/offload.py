@@ -42,9 +42,8 @@ def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
     elif home == "disk":
         there = is_on_disk(x) or not x.numel()
     else:  # beside a device, host memory is pinned
-        pageable = bool(x.numel()) and not is_pinned(x)
         beside = offload.device is not None and offload.device.type != "cpu"
-        there = x.device.type == "cpu" and not (beside and pageable)
+        there = x.device.type == "cpu" and not (beside and x.numel() and not is_pinned(x))
     if there:
         return x
     if has_no_values(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -224,8 +225,15 @@ class Layout:
     learning: int = field(init=False, repr=False, compare=False)
     """The leaves in those, bit by bit: bit i is leaf i."""
 
+    summary: str = field(init=False, repr=False, compare=False)
+    """How large it is, and a digest of it: other models on the same ranks have another one."""
+
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """The path of every leaf; one that two leaves share is numbered from the second on."""
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        """Return itself: it does not change, and a copied state is one of the same model."""
+        return self
 
     def __post_init__(self) -> None:
         """Note what every step asks for."""
@@ -237,6 +245,10 @@ class Layout:
         object.__setattr__(self, "trainable", learning)
         leaves = (leaf for i in learning for leaf in self.groups[i].leaves)
         object.__setattr__(self, "learning", as_bits(leaves))
+        digest = zlib.crc32("\n".join(self.describe()).encode())
+        numel = sum(leaf.numel for leaf in self.leaves)
+        summary = f"{numel} numbers in {len(self.leaves)} leaves ({digest:08x})"
+        object.__setattr__(self, "summary", summary)
         names: dict[str, None] = {}
         for leaf in self.leaves:
             name, number = leaf.path, 1

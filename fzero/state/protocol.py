@@ -78,7 +78,7 @@ class Announcement:
     text: str
     place: Place
     program: Program | None = None
-    served: Served = Served.NOBODY
+    served: int = Served.NOBODY
 
 
 class ProtocolEvent:
@@ -230,6 +230,7 @@ class Call(ProtocolEvent):
 
     text: str
     values: tuple[int, ...] = ()
+    serves: int = Served.ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -1068,7 +1069,8 @@ def call(p: Protocol, e: Call, again: bool = False) -> Next:
         return read_announcement(replaced(p, heard=()), p.open, *tasks)
     places = (p.models[number].course.replay for number in p.running)
     waits = any(place is not None and place.waits for place in places)
-    message = Message(MessageKind.CALL, f"{e.text}{p.noted.said}", int(waits), codes=e.values)
+    said = f"{e.text}{p.noted.said}"
+    message = Message(MessageKind.CALL, said, int(waits), served=e.serves, codes=e.values)
     return say(p, message, (heard_call, e if again else None))
 
 

@@ -20,6 +20,9 @@ CODES = 8
 ASKED, BROUGHT = 1, 2
 """What a rank says of its pass when that is done, in the hint of the message."""
 
+PLACES = 48
+"""How many passes of others a call may take part in, apart from those in which all calls do."""
+
 MANY = 2**24
 """More units than a state has."""
 
@@ -51,11 +54,14 @@ class Asked(NamedTuple):
 
 
 class Served(IntEnum):
-    """Who takes part in a pass of this rank without being in the same pass."""
+    """Who takes part in a pass of this rank without being in the same pass.
+
+    More than `ALL`: one bit, and ranks whose call has it among its own; those in a pass are in this
+    one.
+    """
 
     NOBODY = 0  # all ranks announce the same
     ALL = 1  # ranks that make a call, or are in another pass of theirs
-    CALLS = 2  # ranks that make a call; those in a pass are in this one
 
 
 class Message(NamedTuple):
@@ -66,7 +72,8 @@ class Message(NamedTuple):
         text: what is announced: equal texts go together.
         hint: stands for the order of collectives that the rank expects; of DONE: `ASKED` if this
             rank has asked for any, `BROUGHT` if its pass may have brought gradients.
-        served: who takes part in this pass.
+        served: who takes part in this pass; of a call, in which passes it does, bit by bit beside
+            `ALL`.
         codes: the values of a call, or what is asked for: the first of it, as much as a row of
             numbers has room for.
     """
@@ -74,7 +81,7 @@ class Message(NamedTuple):
     kind: MessageKind
     text: str = ""
     hint: int = 0
-    served: Served = Served.ALL
+    served: int = Served.ALL
     codes: tuple[int, ...] = ()
 
 
@@ -146,10 +153,11 @@ class Round:
         self.failed = [r for r, row in enumerate(said) if row.kind is MessageKind.FAILED]
         self.is_same = len({row.digest for row in said}) == 1
         self.is_in_order = len({row.hint for row in said}) == 1
-        served = {row.served for row in said}
-        passes = {row.digest for row in said if row.kind is MessageKind.PASS}
-        self.is_served = Served.NOBODY not in served and (
-            Served.CALLS not in served or len(passes) < 2
+        passes = {row.digest: row.served for row in said if row.kind is MessageKind.PASS}
+        calls = [row.served for row in said if row.kind is MessageKind.CALL]
+        self.is_served = Served.NOBODY not in {row.served for row in said} and all(
+            one == Served.ALL or (len(passes) < 2 and all(one & call for call in calls))
+            for one in passes.values()
         )
         asks = {code for row in said if row.kind is MessageKind.ASK for code in row.codes}
         self.asked = [as_asked(code) for code in sorted(asks)]

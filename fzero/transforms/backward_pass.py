@@ -11,15 +11,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
-from fzero.collectives import FUNCTIONAL, Performer, note_call, performer_of
+from fzero.collectives import FUNCTIONAL, PULLS, Performer, note_call, performer_of
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import AxisError, MismatchError, PhaseError
@@ -58,7 +58,7 @@ from fzero.state.protocol import (
     Units,
     Unpin,
 )
-from fzero.state.rounds import CODES, Served
+from fzero.state.rounds import CODES, PLACES, Served
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
     accumulated,
@@ -97,8 +97,14 @@ def passes_of(
     made, first = list[Pass](), form.number
     for i, (performer, some) in enumerate(by_ranks.items()):
         known = () if performer is None else performer.protocol.models
-        number = first + sum(first <= other < 2 * first for other in known)
-        made.append(Pass(replace(form, number=number), some, before=before[i] if before else None))
+        own = replace(form, number=first + sum(first <= other < 2 * first for other in known))
+        if performer is not None and performer in form.pulls:
+            place, layouts, forward = form.pulls[performer]
+            waits = performer.pulls.get(place) is layouts  # else they were updated since
+            served = Served.ALL << 1 + place if waits else Served.NOBODY
+            name = f"{form.name}, forward {forward}"
+            own = replace(form, name=name, number=PULLS + place, served=served)
+        made.append(Pass(own, some, before=before[i] if before else None))
     return made, places
 
 
@@ -430,6 +436,7 @@ class Pass:
         for state in self.states:
             setup = state.setup
             place = "in a window" if state.window.is_open else "at once"
+            lines.append(setup.layout.summary)
             lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
             lines += facts(state, "pass")
             if not form.served:
@@ -514,15 +521,17 @@ class PassForm:
         carries: what a window keeps goes with the state, to the next pass of the window.
         lazy: what this rank holds whole is read by placeholders, too: no graph keeps any of it, nor
             a cast of it by autocast.
+        pulls: of a pull, what each of its sets of ranks knows of it.
     """
 
     name: str
     number: int
-    served: Served = Served.NOBODY
+    served: int = Served.NOBODY
     uses: bool = False
     exact: bool = False
     carries: bool = False
     lazy: bool = False
+    pulls: Mapping[Performer, Expected] = field(default_factory=dict)
 
 
 def functional_of(states: Sequence[TrainState], name: str) -> PassForm:
@@ -544,19 +553,41 @@ def of_engine(number: int) -> PassForm:
 # Pulls of `vjp`: backwards of forwards that the ranks have made before, and may leave out.
 
 
-def pull_of(states: Sequence[TrainState], name: str) -> PassForm:
+class Expected(NamedTuple):
+    """What ranks know of the pulls of a forward: all of them make it.
+
+    Attributes:
+        place: of its states in `Performer.pulls`.
+        layouts: those of its states. Equal ones of another model are others.
+        forward: its number.
+    """
+
+    place: int
+    layouts: tuple[Layout, ...]
+    forward: int = 0
+
+
+def pull_of(
+    states: Sequence[TrainState], name: str, pulls: Mapping[Performer, Expected]
+) -> PassForm:
     """Return the form of a pull; ranks that go on to a call without it give zeros."""
-    return replace(functional_of(states, name), served=Served.CALLS)
+    return replace(functional_of(states, name), pulls=pulls)
 
 
-def expect_pulls(states: Sequence[TrainState]) -> int:
-    """Note a forward, which every rank makes; return how many the states had since their update."""
-    number = 0
-    for performer, key in _keys(states).items():
-        number = performer.pulls[key] = performer.pulls.get(key, 0) + 1
+def expect_pulls(states: Sequence[TrainState]) -> dict[Performer, Expected]:
+    """Note a forward, which every rank makes; return what is known of its pulls."""
+    found: dict[Performer, Expected] = {}
+    for performer, chosen in _by_ranks(states).items():
+        performer.forwards += 1
+        layouts, known = tuple(states[i].setup.layout for i in chosen), performer.pulls
+        same = (n for n, one in known.items() if [*map(id, one)] == [*map(id, layouts)])
+        place = next(same, next((n for n in range(PLACES) if n not in known), PLACES))
+        if place < PLACES:
+            layouts = known.setdefault(place, layouts)
+        found[performer] = Expected(place, layouts, performer.forwards)
     for axis in dict.fromkeys(state.setup.axis for state in states):
         tell_at_next_round(next(one for one in states if one.setup.axis == axis), "vjp")
-    return number
+    return found
 
 
 @contextmanager
@@ -568,27 +599,50 @@ def serving_pulls(
     ends: no pull comes after it, for the states are updated. Yields what returns the states, which
     change by what is served; None where no pull can come.
     """
-    keys = _keys(states)
-    serves = bool(keys) and all(one.pulls and key in one.pulls for one, key in keys.items())
-    passes, places = passes_of(states, pull_of(states, "pull")) if serves else ([], [])
+    by_ranks = _by_ranks(states)
+    found: dict[int, tuple[Pass, int]] = {}  # of a state: its pass, and its place in it
+    for performer, chosen in by_ranks.items():
+        layouts = [states[i].setup.layout for i in chosen]
+        largest = sorted(performer.pulls.items(), key=lambda one: -len(one[1]))
+        for place, wanted in largest:  # a pull of fewer states is not served beside it
+            some = [chosen[k] for k in _places(wanted, layouts) or ()]
+            if not some or not found.keys().isdisjoint(some):
+                continue
+            form = pull_of(states, "pull", {performer: Expected(place, wanted)})
+            (one,), within = passes_of([states[i] for i in some], form)
+            found |= {i: (one, k) for i, (_, k) in zip(some, within, strict=True)}
+            performer.serves |= one.form.served
+
+    def now() -> Sequence[TrainState]:
+        kept = {i: one.states[place] for i, (one, place) in found.items()}
+        return [kept.get(i, state) for i, state in enumerate(states)]
+
     try:
-        yield (lambda: [passes[number].states[i] for number, i in places]) if serves else None
+        yield now if found else None
     finally:
-        for one in passes:
+        for one in {id(one): one for one, _ in found.values()}.values():
             one.close()
-        for performer, layouts in keys.items():
-            for key in [*performer.pulls] if ends else ():
-                if not set(key).isdisjoint(layouts):
-                    del performer.pulls[key]
+        for performer, chosen in by_ranks.items():
+            performer.serves = Served.ALL
+            updated = {id(states[i].setup.layout) for i in chosen if ends}
+            kept = performer.pulls.items()
+            performer.pulls = {k: x for k, x in kept if updated.isdisjoint(map(id, x))}
 
 
-def _keys(states: Sequence[TrainState]) -> dict[Performer, tuple[Layout, ...]]:
-    """Return which states are on the ranks of each performer, by their layouts."""
-    keys: dict[Performer, tuple[Layout, ...]] = {}
-    for state in states:
+def _by_ranks(states: Sequence[TrainState]) -> dict[Performer, list[int]]:
+    """Return which states are on the ranks of each performer."""
+    found: dict[Performer, list[int]] = {}
+    for i, state in enumerate(states):
         if (performer := performer_of(state.setup.axis)) is not None:
-            keys[performer] = (*keys.get(performer, ()), state.setup.layout)
-    return keys
+            found.setdefault(performer, []).append(i)
+    return found
+
+
+def _places(wanted: Sequence[Layout], layouts: Sequence[Layout]) -> list[int] | None:
+    """Return where each of some layouts is among others, by identity; None if one is not."""
+    places = {id(layout): i for i, layout in enumerate(layouts)}
+    found = [places.get(id(layout), -1) for layout in wanted]
+    return None if -1 in found else found
 
 
 # What all ranks say before they go on together with some states: one round, for both drivers.
@@ -772,7 +826,8 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
     """
     flats = [*state.params.flats, *state.gradients.flats, *state.window.pending.flats]
     graph = "with a graph" if wants_graph(flats) else "without one"  # it is reduced in another way
-    lines = [f"stage {state.setup.stage}, {graph}", *_options(state.setup.policy)]
+    setup = state.setup
+    lines = [setup.layout.summary, f"stage {setup.stage}, {graph}", *_options(setup.policy)]
     if counts:
         lines.append(f"{state.progress.reductions} reductions since the update")
     lines += facts(state, "update" if updates else "call")

@@ -131,8 +131,9 @@ def grad_and_reduce(
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
-    (another module, which the loss closes over) get their `.grad` as by loss.backward(); those that
-    the state was made of raise `PhaseError`, for their part of the gradient would be lost.
+    (another module, which the loss closes over) get their `.grad` as by loss.backward(), times the
+    loss scale if there is one; those that the state was made of raise `PhaseError`, for their part
+    of the gradient would be lost.
 
     Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
     learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up,

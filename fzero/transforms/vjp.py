@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Concatenate, NoReturn, final
@@ -65,8 +65,9 @@ def vjp(
     `out` is any pytree of tensors, attached to nothing. `state = pull(state, cotangents)` adds to
     the gradients of the state what `grad_and_reduce` of sum(c * fn(params, *args)) adds, with its
     bits, without another forward. Between the two a rank keeps activations, and no parameters: at
-    stage 3 the backward gathers them again, as any does. So a loss that needs the outputs of many
-    forwards at once (contrastive learning, a reward for a whole group) is computed of outputs
+    stage 3 the backward gathers them again, as any does. (Forward mode in `fn` keeps what it reads:
+    then, or to keep inputs alone, give it `fzero.remat(fn)`.) So a loss that needs the outputs of
+    many forwards at once (contrastive learning, a reward for a whole group) is computed of outputs
     alone, outside of all graphs, and its gradient is pulled back through one forward after another.
 
     `pull(state, cotangents, weight=None, retain=False)`:
@@ -91,6 +92,10 @@ def vjp(
     wrt, in_axes, sizes: as in `grad_and_reduce`. With logical ranks the outputs, and so their
     cotangents, have a first dim of this rank's logical ranks; those of one `state` draw the same
     random numbers in every forward from it, for the forward does not change the state.
+
+    A tensor that requires grad and that `fn` closes over gets its `.grad` by the pull, times the
+    loss scale if there is one: so the outputs of one model, `h.requires_grad_()`, go through `fn`
+    of the next one, and its pull makes the cotangent `h.grad`.
 
     For an engine this is ordinary PyTorch: `out = engine(x)`, later `out.backward(c)`.
 
@@ -127,7 +132,7 @@ def vjp(
         for one in states:
             check_alive(one)
         _refuse_func(states, (args, kwargs))
-        number = expect_pulls(states)  # also of one that raises: ranks have made as many
+        numbers = expect_pulls(states)  # also of one that raises: ranks have made as many
         pairs = zip(states, learns, strict=True)
         read = [begun(one) if by else as_read(one) for one, by in pairs]
 
@@ -159,7 +164,7 @@ def vjp(
                     if any(one.setup.gathers_by_unit and one.setup.carries_several for one in read):
                         all_come("after a forward", read)
         graphs = [(attached, graph) for _, attached, graph in made]
-        return out, Pull(graphs, out, states, (treespec, learns), number)
+        return out, Pull(graphs, out, states, (treespec, learns), numbers)
 
     return forward
 
@@ -208,7 +213,7 @@ class Pull:
     A value of this process; see `fzero.vjp`.
     """
 
-    __slots__ = ("_graphs", "_number", "_out", "_setups", "_tree")
+    __slots__ = ("_graphs", "_numbers", "_out", "_setups", "_tree")
 
     def __init__(
         self,
@@ -216,13 +221,13 @@ class Pull:
         out: Any,
         states: Sequence[TrainState],
         form: tuple[optree.PyTreeSpec, Sequence[bool]],
-        number: int,
+        numbers: Mapping[Any, Any],
     ) -> None:
         self._graphs: Sequence[tuple[Any, Forward]] | None = graphs
         leaves, treespec = optree.tree_flatten(out, namespace=NAMESPACE)
         self._out = treespec, [(x.shape, x.dtype, x.device) for x in leaves]
         self._setups = [(one.setup, one.step) for one in states]
-        self._tree, self._number = form, number
+        self._tree, self._numbers = form, numbers
 
     def __repr__(self) -> str:
         used = " (used)" if self._graphs is None else ""
@@ -264,13 +269,13 @@ class Pull:
             several = isinstance(weight, list | tuple) or getattr(weight, "ndim", 0)
             weights: list[Any] = [*weight] if several else [weight] * len(graphs)
         _refuse_func(states, ())
-        name = f"{call_of_states('pull', treespec, learns)}, forward {self._number} of this update"
+        form = pull_of(states, call_of_states("pull", treespec, learns), self._numbers)
         pairs = [*zip(states, learns, strict=True)]
 
         def pulled(place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
             attached, graph = graphs[place]
             outs = optree.tree_leaves(attached, namespace=NAMESPACE)
-            graph.resume(states, pull_of(states, name))
+            graph.resume(states, form)
             try:
                 with graph.in_step():
                     loss = _loss(states, outs, by_graph[place])
@@ -309,11 +314,13 @@ class Pull:
     def _require_states(self, states: Sequence[TrainState], treespec: optree.PyTreeSpec) -> None:
         forms = [(one.setup.layout, one.setup.stage, one.setup.axis) for one in states]
         known = [(setup.layout, setup.stage, setup.axis) for setup, _ in self._setups]
-        spec, _ = self._tree
-        if treespec != spec or forms != known:
+        (spec, _), pairs = self._tree, zip(forms, known, strict=False)
+        is_known = all(form == one and form[0] is one[0] for form, one in pairs)
+        if treespec != spec or not is_known:
             raise PhaseError(
                 f"{self!r} was given {_seen(treespec, forms)}, and vjp {_seen(spec, known)}.",
-                cause="the state of another model, or one that was resharded since.",
+                cause="the state of another model, which may be an equal one, or one that was "
+                "resharded or unpickled since.",
                 fix="give it the state that vjp was given, or what became of it in this step.",
             )
         for one, (_, step) in zip(states, self._setups, strict=True):
@@ -331,11 +338,7 @@ class Pull:
 
 
 def _seen(treespec: optree.PyTreeSpec, forms: Sequence[tuple[Layout, int, Axis]]) -> str:
-    parts = [
-        f"{sum(leaf.numel for leaf in layout.leaves)} numbers in {len(layout.leaves)} leaves, at "
-        f"stage {stage} on {axis}"
-        for layout, stage, axis in forms
-    ]
+    parts = [f"{layout.summary}, at stage {stage} on {axis}" for layout, stage, axis in forms]
     name = "a state" if treespec.num_nodes == 1 else call_of_states("states", treespec)
     return f"{name} ({'; '.join(parts)})"
 
@@ -383,8 +386,8 @@ def _cast(
         seen = f"is a {type(c).__name__}"
     elif c.shape != shape or c.device != device:
         seen = f"has shape {[*c.shape]} on {c.device}, and the output {[*shape]} on {device}"
-    else:
-        return c.detach().to(dtype)
+    else:  # a backward keeps it, which torch refuses of one of inference mode
+        return (c.clone() if c.is_inference() else c.detach()).to(dtype)
     raise LayoutError(
         f"pull: the cotangent of out{path} {seen}.",
         cause="the gradient of a loss by something else than `out`, or of a part of it.",

@@ -108,12 +108,8 @@ class Backend:
             raise ValueError(f"simccl: {op} of tensors on several devices")
         comm = self._streams.setdefault(device, torch.Stream(device))
         comm.wait_stream(torch.accelerator.current_stream(device))
-        before = torch.accelerator.current_stream(device)
-        torch.accelerator.set_stream(comm)
-        try:
+        with comm:  # and the current device is the same afterwards
             load().ran(f"c10d::{op}", list(ins), list(outs))
-        finally:
-            torch.accelerator.set_stream(before)
         work = Work([*ins, *outs], comm)
         work.outputs = list(outs)
         for pair in pairs:

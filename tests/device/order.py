@@ -397,12 +397,22 @@ def checked(*modules: nn.Module) -> Iterator[Order]:
     if _watching:
         yield order
         return
+    run = threading.Thread.run
+
+    def watched(thread: threading.Thread) -> None:
+        if thread.daemon:  # it may outlive the block
+            return run(thread)
+        with _Calls(), _Host():  # modes are of a thread
+            run(thread)
+
     load().watch(order)
     _watching.append(order)
+    threading.Thread.run = watched
     try:
         with _Calls(), _Host():
             yield order
     finally:
+        threading.Thread.run = run
         _watching.clear()
         load().watch(None)
 

@@ -415,9 +415,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!where) where = Device(kSim, current);
   if (where->index() < 0) where->set_index(current);
   bool by_index = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put_impl_", 0) == 0;
-  bool lengths = name.rfind("aten::_ctc_loss", 0) == 0;  // may be on the host
   for (auto& [t, write] : used) {
-    bool number = t.is_cpu() && (t.dim() == 0 || lengths) && !write && name.rfind("aten::_fused", 0) != 0;
+    bool number = t.is_cpu() && t.dim() == 0 && !write && name.rfind("aten::_fused", 0) != 0;
     bool moves = by_index && t.is_cpu() && !write;
     TORCH_CHECK(t.device() == *where || number || moves, "Expected all tensors to be on the same device, but ",
                 name, " got one on ", *where, " and one on ", t.device(), " of shape ", t.sizes());

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fzero.tools.doctor import environment, environment_text
 from tests.device import on_sim
@@ -76,6 +77,60 @@ def test_training_has_the_bits_of_the_cpu(model: str, optimizer: str) -> None:
     order.require_none()
     for a, b in zip(got, train("cpu", model, optimizer), strict=True):
         assert torch.equal(a, b)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(8, 6, 2), nn.GRU(6, 6, bidirectional=True)])
+        self.cell = nn.RNNCell(12, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        h = self.cell(packed.data)
+        targets = torch.ones(3, 2, dtype=torch.long, device=x.device)
+        loss: Any = F.ctc_loss  # which takes numbers, too
+        return loss(h[:12].view(4, 3, 5).log_softmax(2), targets, (4, 4, 4), (2, 2, 2))
+
+
+@on_sim()
+def test_recurrent_layers_and_losses_of_sequences_have_the_cpus_numbers() -> None:
+    """Not its bits: of a cell torch asks every device but the CPU for one kernel."""
+
+    def trained(device: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        net, x = Recurrent().double(), torch.randn(5, 3, 8, dtype=torch.float64)
+        net.to(device)(x.to(device), torch.tensor([4, 5, 3])).backward()
+        return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+
+    with checked() as order:
+        got = trained("sim")
+    order.require_none()
+    torch.testing.assert_close(got, trained("cpu"))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_sim()
+def test_torchs_checkpoints_repeat_random_numbers(use_reentrant: bool) -> None:
+    def gradient(device: str) -> Tensor:
+        torch.manual_seed(1)
+        layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+        layer, x = layer.to(device), x.to(device).requires_grad_()
+        torch.manual_seed(2)
+        body = nn.Sequential(layer, nn.Dropout(0.5), layer)
+        checkpoint(body, x, use_reentrant=use_reentrant).square().sum().backward()
+        return layer.weight.grad.cpu()
+
+    assert torch.equal(gradient("sim"), gradient("cpu"))
+
+
+@on_sim()
+def test_whole_numbers_are_counted() -> None:
+    """As a mixture of experts does, but on the CPU, which has no kernel for it."""
+    experts = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device="sim")
+    assert experts.histc(4, 0, 3).cpu().tolist() == [1, 2, 0, 1]
 
 
 @on_sim()

@@ -6,10 +6,12 @@ memory is given away early. No number is looked at: on a device it might be righ
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,14 +20,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
-from fzero.checkpoint import _process_states
+from fzero.adapter import Engine
+from fzero.checkpoint import _process_states, _save, mesh_transition
+from fzero.collectives import lowering
 from fzero.collectives.lowering import InFlight
-from fzero.machine import offload, reduce, unshard
+from fzero.machine import offload, owners, reduce, unshard
 from fzero.machine.offload import CopyStream
-from fzero.machine.reduce import Reducer
+from fzero.machine.reduce import LocalGradients, Reducer
 from fzero.machine.unshard import Gatherer
+from fzero.optim import _muon, encoded_moments, precision
+from fzero.transforms import donation
 from tests.device import on_sim
 from tests.device.order import Order, checked
 from tests.gpu import training
@@ -33,6 +40,7 @@ from tests.gpu.training import Task, by_engine, by_function
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 HOST = fzero.Offload(optimizer="cpu", gradients="cpu")
+ALL = fzero.Offload(optimizer="cpu", gradients="cpu", params="cpu")
 
 
 def steps(by: Callable[..., Any], stage: int, **options: Any) -> Callable[[], None]:
@@ -45,21 +53,81 @@ def with_rule(rule: Any) -> Callable[..., Any]:
     return partial(by_function, rule=lambda _: rule)
 
 
-def saved() -> None:
+def saved(save: Callable[..., Any] = fzero.checkpoint.save, device: str = "sim") -> None:
     """A step with the parameters in host memory, and a checkpoint of it."""
     task = Task(stage=3, offload=fzero.Offload(params="cpu"))
-    model, rule = training.make_model(task, "sim"), fzero.optim.sgd(0.1)
+    model, rule = training.make_model(task, device), fzero.optim.sgd(0.1)
     step, state = training.make_step(task, model, rule=lambda _: rule)
-    state, _ = step(state, [training.make_batch("sim", step=0, at=0, rank=dist.get_rank())])
+    state, _ = step(state, [training.make_batch(device, step=0, at=0, rank=dist.get_rank())])
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    fzero.checkpoint.save(f"{folder[0]}/saved", state)
+    save(f"{folder[0]}/saved", state)
+    dist.barrier()
     if dist.get_rank() == 0:  # all ranks have written
         shutil.rmtree(folder[0])
 
 
+def saved_beside(path: str, state: Any) -> None:
+    """By a thread."""
+    fzero.checkpoint.save_async(path, state, rng=False).result()
+
+
+def mirrored(path: str, state: Any) -> None:
+    """In memory, by a thread."""
+    with fzero.checkpoint.Mirror(path, every=1) as mirror:
+        mirror.update(state)
+
+
+def resharded() -> None:
+    """A state in host memory at another stage."""
+    task = Task(stage=1, offload=HOST)
+    _, state = training.make_step(task, training.make_model(task, "sim"))
+    fzero.reshard(state, 3)
+
+
+def on_a_stream(run: Callable[[], None]) -> Callable[[], None]:
+    """On a stream of the user's."""
+
+    def body() -> None:
+        with torch.Stream("sim") as stream:
+            stream.wait_stream(torch.sim.default_stream())
+            run()
+
+    return body
+
+
+def transformed(transform: Callable[[Any], Any], stage: int, steps: int = 2) -> Callable[[], None]:
+    """Steps of a transform."""
+
+    def run() -> None:
+        task = Task(stage=stage, dtype=torch.float32)
+        apply, params = fzero.functionalize(training.make_model(task, "sim"))
+
+        def step_fn(state: Any, batch: Tensor) -> Any:
+            loss = fzero.grad_and_reduce(lambda p, x: training.loss_of(partial(apply, p), x), state)
+            state, value = loss(batch)
+            return fzero.apply_gradients(state), value
+
+        step = fzero.shard(transform(step_fn), stage=stage)
+        state = step.init(params, fzero.optim.adamw(0.1))
+        for k in range(steps):
+            state, _ = step(state, training.make_batch("sim", step=k, at=0, rank=dist.get_rank()))
+
+    return run
+
+
+def by_host() -> None:
+    """A group that has no backend for the device."""
+    group: Any = dist.new_group(backend="gloo")
+    mesh = DeviceMesh.from_group(group, "sim", mesh_dim_names=("dp",))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*go through host memory")
+        by_engine(Task(stage=3, steps=1), dist.get_rank(), "sim", mesh)
+
+
 ENCODED = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)
 MOMENTS = fzero.optim.adamw(0.1, state_dtype=ENCODED)
+NARROW = fzero.optim.adamw(0.1, state_dtype=torch.bfloat16)
 OWNED = fzero.optim.partition(
     {"matrices": fzero.optim.muon(0.1), "rest": fzero.optim.sgd(0.1)},
     lambda leaf: "matrices" if len(leaf.shape) == 2 else "rest",
@@ -76,9 +144,56 @@ def evaluated() -> None:
     loss.item()
 
 
-def summed() -> None:
-    """A collective of the user's."""
-    fzero.psum(torch.ones(8, device="sim") * 2).add_(1)
+def edited(state_dtype: Any = None) -> None:
+    """What the user reads and writes of an engine whose states are in host memory."""
+    model = training.make_model(Task(stage=2, dtype=torch.float32), "sim")
+    rule = fzero.optim.adamw(0.1, state_dtype=state_dtype)
+    engine = Engine(model, rule, stage=2, offload=HOST)
+    path, p = "blocks.0.up.weight", model.get_parameter("blocks.0.up.weight")
+    whole = torch.ones(p.shape)  # of the host
+
+    def of_gradients() -> Iterator[Any]:
+        yield None if p.grad is None else p.grad.zero_()
+        yield setattr(p, "grad", None)
+        yield engine.set_full_gradient(path, whole)
+        yield engine.set_local_gradient(path, torch.ones(engine.local_gradient(path).numel()))
+
+    def of_states() -> Iterator[Any]:
+        yield engine.set_full_optimizer_state(path, "exp_avg", whole)
+        part = torch.ones(engine.local_optimizer_state(path, "exp_avg").numel())
+        yield engine.set_local_optimizer_state(path, "exp_avg", part)
+        yield engine.set_full_optimizer_state(path, "step", 3.0)
+        yield engine.full_optimizer_states()
+
+    gradients, states = of_gradients(), of_states()
+    for k in range(5):
+        batch = training.make_batch("sim", step=k, at=0, rank=dist.get_rank())
+        engine.backward(training.loss_of(engine, batch))
+        next(gradients, None)
+        engine.step()
+        next(states, None)
+    engine.close()
+
+
+def simulated() -> None:
+    """Virtual ranks with states in host memory, then more of them."""
+    task = Task(stage=2, dtype=torch.float32, offload=HOST)
+    train_step, _ = training.make_step(task, training.make_model(task, "sim"))
+    step = fzero.simulate(train_step, world_size=2)
+    _, params = fzero.functionalize(training.make_model(task, "sim"))
+    state = step.init(params, fzero.optim.sgd(0.1, momentum=0.5))
+    batches = [training.make_batch("sim", step=0, at=0, rank=rank) for rank in range(2)]
+    state, _ = step(state, torch.stack(batches)[:, None])
+    fzero.reshard(state, mesh=(1, 4))
+
+
+def collective(of: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """One of the user's."""
+
+    def run() -> None:
+        of(torch.ones(8, device="sim") * 2).add_(1)
+
+    return run
 
 
 RUNS: dict[str, Callable[[], None]] = {
@@ -96,8 +211,27 @@ RUNS: dict[str, Callable[[], None]] = {
     "saved": saved,
     "encoded moments": steps(with_rule(MOMENTS), 3, dtype=torch.float32, offload=HOST),
     "owners": steps(with_rule(OWNED), 2, dtype=torch.float32),
+    "host memory, a stream": on_a_stream(
+        steps(with_rule(MOMENTS), 3, dtype=torch.float32, offload=HOST)
+    ),
+    "host memory, no donation": transformed(partial(fzero.offload, **HOST.homes), 2),
+    "host memory, narrow": steps(with_rule(NARROW), 3, dtype=torch.float32, offload=HOST),
+    "host memory, masters": steps(by_function, 3, dtype=torch.bfloat16, offload=ALL),
+    "loss scale": steps(by_engine, 2, dtype=torch.float16),
+    "int8": transformed(partial(fzero.compress, parameters=fzero.codecs.int8(block=32)), 3),
+    "local": transformed(partial(fzero.local, every=2, delay=1), 1, steps=4),
+    "by host": by_host,
     "evaluated": evaluated,
-    "a sum": summed,
+    "edited": edited,
+    "edited, encoded moments": partial(edited, ENCODED),
+    "simulated": simulated,
+    "resharded": resharded,
+    "saved beside": partial(saved, saved_beside),
+    "mirrored": partial(saved, mirrored),
+    "on the second device": partial(saved, device="sim:1"),  # it is not the current one
+    "a sum": collective(fzero.psum),
+    "a maximum": collective(fzero.pmax),
+    "a permutation": collective(lambda x: fzero.ppermute(x, [(0, 1), (1, 0)])),
 }
 
 
@@ -214,6 +348,96 @@ def nothing(was: Any, *args: Any) -> None:
     """Dropped."""
 
 
+def with_event(change: Callable[[CopyStream], torch.Event]) -> Plant:
+    """What is fetched waits for another event."""
+
+    def fetched(was: Any, copies: CopyStream, wanted: Any) -> Any:
+        event, wait = change(copies), was(copies, wanted)
+        names = wait.__code__.co_freevars
+        wait.__closure__[names.index("event")].cell_contents = event
+        return wait
+
+    return around(CopyStream, "fetch", fetched)
+
+
+def fetched_early(was: Any, copies: CopyStream, wanted: Any) -> Any:
+    """A fetch does not wait for what wrote to the homes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_stream", lambda device: torch.Stream(device))
+        return was(copies, wanted)
+
+
+def waited_for_by_default(was: Any, copies: CopyStream, wanted: Any) -> Any:
+    """The default stream waits for what is fetched, in the place of the current one."""
+    wait = was(copies, wanted)
+
+    def by_default() -> Any:
+        with torch.sim.default_stream(copies.device):
+            return wait()
+
+    return by_default
+
+
+def finished_elsewhere(was: Any, flight: InFlight) -> Any:
+    """What a collective gives is made on a stream that has not waited for it."""
+    works, flight.works = flight.works, ()
+    for work in works:
+        work.wait()
+    return elsewhere(was, flight)
+
+
+def half(was: Any, *args: Any) -> InFlight:
+    """The second half of a reduction by exchange is not waited for."""
+    flight = was(*args)
+    if sys._getframe(2).f_code.co_name == "finish":
+        flight.works = ()
+    return flight
+
+
+def sent_early(
+    was: Any, call: Any, group: Any, *xs: Tensor, writes: bool = True, **how: Any
+) -> Any:
+    """Copies in host memory are sent before they are over."""
+    copies = [x.to("cpu", non_blocking=True) for x in xs]
+    work = call(*copies, group=group, **how)
+    return lowering._OnCopies(work, copies, xs[0] if writes else None)
+
+
+def copied_late(was: Any, work: Any) -> None:
+    """Pinned memory is used again before it is copied to the device."""
+    work.work.wait()
+    if work.written is not None:
+        pinned = work.copies[0].pin_memory()
+        work.written.copy_(pinned, non_blocking=True)
+        pinned.zero_()
+
+
+def copied_beside(was: Any, values: Tensor, *, pin: bool = True) -> Tensor:
+    """A thread is given copies that are under way."""
+    made = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin and values.numel() > 0)
+    return made.copy_(values.detach().to("sim"), non_blocking=True)
+
+
+def current_device_waited_for(was: Any, tensors: Any) -> None:
+    """The host waits for the current device, whichever copied."""
+    torch.accelerator.synchronize()
+
+
+def in_one_copy(was: Any, x: Tensor, device: torch.device, dtype: Any = None) -> Tensor:
+    """A copy to the device in another dtype, which goes by memory that is not pinned."""
+    return x.to(device=device, dtype=dtype or x.dtype, non_blocking=offload.is_pinned(x))
+
+
+def clones_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """Clones of pinned memory are not, and are written as if they were."""
+
+    def filled(was: Any, made: Tensor, x: Tensor) -> Tensor:
+        return made.copy_(x, non_blocking=True) if x.device != made.device else was(made, x)
+
+    around(offload, "empty_where", lambda was, x: torch.empty_like(x))(patch)
+    around(offload, "_filled", filled)(patch)
+
+
 def read_by_host(was: Any, home: Tensor, used: Tensor) -> None:
     """The host reads what was just written back."""
     was(home, used)
@@ -265,6 +489,49 @@ UNORDERED: dict[str, tuple[str, Plant]] = {
         "engine 0",
         around(reduce, "start_reduce", read_under),
     ),
+    "a permutation is not waited for": ("a permutation", no_wait("ppermute")),
+    "a maximum is not waited for": ("a maximum", no_wait("pmax")),
+    "nor its second half": ("a maximum", around(lowering, "begin_gather_into", half)),
+    "nor what one rank gives all": ("host memory, engine", no_wait("broadcast")),
+    "nor whether there was an overflow": ("loss scale", no_wait("all_reduce")),
+    "nor the mean of local updates": ("local", no_wait("all_reduce")),
+    "bytes are decoded early": ("int8", early("all_gather")),
+    "bytes are decoded on a wrong stream": ("int8", around(InFlight, "wait", finished_elsewhere)),
+    "a bucket is packed on a wrong stream": (
+        "function 2",
+        around(reduce, "pack_copied", elsewhere),
+    ),
+    "a mean is made on a wrong stream": (
+        "engine 2",
+        around(LocalGradients, "add_sum", elsewhere),
+    ),
+    "a norm is taken on a wrong stream": (
+        "function 2",
+        around(torch.linalg, "vector_norm", elsewhere),
+    ),
+    "owners write on a wrong stream": ("owners", around(owners, "write_back", elsewhere)),
+    "parameters are written on a wrong stream": (
+        "host memory, masters",
+        around(encoded_moments, "write_back", elsewhere),
+    ),
+    "a momentum moves on a wrong stream": ("owners", around(_muon, "change", elsewhere)),
+    "a window adds up on a wrong stream": (
+        "host memory, accumulated",
+        around(donation, "add_to", elsewhere),
+    ),
+    "what is fetched is not waited for": (
+        "encoded moments",
+        with_event(lambda _: torch.Event("sim")),
+    ),
+    "an event of a fetch is too early": (
+        "encoded moments",
+        with_event(lambda copies: torch.accelerator.current_stream(copies.device).record_event()),
+    ),
+    "a fetch waits for nothing": ("encoded moments", around(CopyStream, "fetch", fetched_early)),
+    "another stream waits for a fetch": (
+        "host memory, a stream",
+        around(CopyStream, "fetch", waited_for_by_default),
+    ),
     "copies wait for nothing": ("host memory", of_copies(NoStreamWait)),
     "two events are swapped": ("host memory", of_copies(LateEvents)),
     "a store waits for nothing": ("host memory", around(CopyStream, "store", stored_early)),
@@ -287,12 +554,55 @@ FAULTS = {name: ("unordered", *fault) for name, fault in UNORDERED.items()} | {
         "saved",
         around(_process_states, "wait_for_copies", nothing),
     ),
+    "masters are made of what is under way": (
+        "host",
+        "host memory, masters",
+        around(precision, "wait_for_copies", nothing),
+    ),
+    "host memory is sent early": ("host", "by host", around(lowering, "_begun", sent_early)),
+    "host memory is used again early": (
+        "host",
+        "by host",
+        around(lowering._OnCopies, "wait", copied_late),
+    ),
+    "a thread saves what is under way": (
+        "host",
+        "saved beside",
+        around(_save, "_copied", copied_beside),
+    ),
+    "a mirror has what is under way": ("host", "mirrored", around(_save, "_copied", copied_beside)),
+    "reshard writes under copies": (
+        "host",
+        "resharded",
+        around(mesh_transition, "wait_for_copies", nothing),
+    ),
+    "virtual ranks are stacked under copies": (
+        "host",
+        "simulated",
+        around(importlib.import_module("fzero.transforms.simulate"), "wait_for_copies", nothing),
+    ),
+    "another device is waited for": (
+        "host",
+        "on the second device",
+        around(_process_states, "wait_for_copies", current_device_waited_for),
+    ),
     "the host writes what is just read": (
         "overwritten",
         "host memory, engine",
         around(offload, "to_device", overwritten),
     ),
     "memory of the host that is not pinned": ("pageable", "host memory", pageable),
+    "clones that are not pinned": ("pageable", "host memory, no donation", clones_not_pinned),
+    "a copy in another dtype": (
+        "pageable",
+        "host memory, narrow",
+        around(offload, "to_device", in_one_copy),
+    ),
+    "a thread saves memory that is not pinned": (
+        "pageable",
+        "saved beside",
+        around(_save, "_copied", partial(copied_beside, pin=False)),
+    ),
 }
 
 

@@ -656,11 +656,13 @@ def test_a_rank_takes_part_in_a_gather_of_a_model_that_has_left() -> None:
     assert Receive(1) not in effects
 
 
-@pytest.mark.parametrize("served", [Served.ALL, Served.CALLS, Served.NOBODY])
-def test_who_goes_with_a_pass(served: Served) -> None:
-    """Calls of others are served by a pass of either kind, another pass by `ALL` alone."""
-    mine, call = [MessageKind.PASS, 1, 0, served], [MessageKind.CALL, 2, 0, Served.ALL]
-    assert Round([mine, call]).is_served is (served is not Served.NOBODY)
+@pytest.mark.parametrize("calls", [Served.ALL, Served.ALL | 2, Served.ALL | 4, Served.ALL | 6])
+@pytest.mark.parametrize("served", [Served.ALL, Served.NOBODY, 2, 4])
+def test_who_goes_with_a_pass(served: int, calls: int) -> None:
+    """A call goes with a pass whose bit it has; another pass with `ALL` alone."""
+    mine, call = [MessageKind.PASS, 1, 0, served], [MessageKind.CALL, 2, 0, calls]
+    assert Round([mine, call]).is_served is bool(served & calls)
     other = [MessageKind.PASS, 3, 0, served]
-    assert Round([mine, other, call]).is_served is (served is Served.ALL)
-    assert Round([mine, mine, call]).is_served is (served is not Served.NOBODY)
+    assert Round([mine, other, call]).is_served is (served == Served.ALL)
+    assert Round([mine, mine, call]).is_served is bool(served & calls)
+    assert Round([mine, call, [MessageKind.CALL, 4, 0, Served.ALL]]).is_served is (served == 1)

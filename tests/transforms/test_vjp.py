@@ -403,6 +403,92 @@ def test_what_differs_by_rank_is_an_error_on_all(what: str) -> None:
             assert found == (["nothing"] * 3 if local else wanted), (stage, window)
 
 
+def of_two_models(rank: int, world_size: int, stage: int, equal: bool, joint: bool) -> list[Any]:
+    """Return what a rank gets that leaves out the pull of the second model, and by both ways."""
+    torch.manual_seed(2)
+    apply, params = (encode, OTHER) if equal else fzero.functionalize(nn.Linear(5, 3))
+    x, c = x_of(0, rank), c_of(0, rank)
+
+    def update(by_vjp: bool) -> Any:
+        states = fzero.init({"a": PARAMS, "b": params}, {"a": rule(), "b": rule()}, stage=stage)
+        a, b = states["a"], states["b"]
+        if by_vjp:
+            pulls = fzero.vjp(encode, a)(x)[1], fzero.vjp(apply, b)(x)[1]
+            a = pulls[0](a, c)
+            b = b if rank else pulls[1](b, c)
+        else:
+            a, b = added(a, encode, False, x, c), added(b, apply, False, x, c * (rank == 0))
+        if joint:
+            states = fzero.apply_gradients({"a": a, "b": b})
+        else:
+            states = {"a": fzero.apply_gradients(a), "b": fzero.apply_gradients(b)}
+        return [*fzero.full_params(states["a"]).values(), *fzero.full_params(states["b"]).values()]
+
+    found = []
+    for by_vjp in (True, False):
+        try:
+            found.append(update(by_vjp))
+        except FzeroError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_pull_that_a_rank_leaves_out_is_served_by_an_update_of_its_own_states_alone(
+    stage: int, equal: bool
+) -> None:
+    for found, wanted in run_ranks(of_two_models, 2, stage, equal, True):
+        assert len(found) == len(wanted)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    # Else its update of `a` would take part with shards, and count gradients, of another model.
+    for found, _ in run_ranks(of_two_models, 2, stage, equal, False):
+        assert found == "MismatchError"
+
+
+def of_one_after_both(rank: int, world_size: int, stage: int) -> bool:
+    """Whether the update of a model alone serves its pull, after a forward of both models."""
+
+    def update(by_vjp: bool) -> Any:
+        states = fzero.init({"a": PARAMS, "b": OTHER}, {"a": rule(), "b": rule()}, stage=stage)
+        a, x, c = states["a"], x_of(0, rank), c_of(0, rank)
+        if by_vjp:
+            fzero.vjp(lambda p, x: encode(p["a"], x) + encode(p["b"], x), states)(x)
+            _, pull = fzero.vjp(encode, a)(x)
+            a = a if rank else pull(a, c)
+        else:
+            a = added(a, encode, False, x, c * (rank == 0))
+        return fzero.full_params(fzero.apply_gradients(a))
+
+    same(update(True), update(False))
+    return True
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_of_more_models_is_another_one(stage: int) -> None:
+    assert all(run_ranks(of_one_after_both, 2, stage))
+
+
+def crossed(rank: int, world_size: int, stage: int) -> str:
+    apply, params = fzero.functionalize(nn.Linear(5, 3))
+    models = [(encode, fzero.init(PARAMS, rule(), stage=stage))]
+    models += [(apply, fzero.init(params, rule(), stage=stage))]
+    try:
+        for fn, state in reversed(models) if rank else models:
+            added(state, fn, False, x_of(0, rank), c_of(0, rank))
+    except FzeroError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("stage", range(4))
+def test_gradient_calls_of_other_models_do_not_go_together(stage: int) -> None:
+    assert run_ranks(crossed, 2, stage) == ["MismatchError"] * 2
+
+
 WIDTH, DEPTH, ROWS = 64, 6, 8
 
 
@@ -412,9 +498,14 @@ def tower() -> Any:
     return fzero.functionalize(nn.Sequential(*layers))
 
 
-def kept_between(rank: int, world_size: int, stage: int, low: bool, again: bool = False) -> int:
+def kept_between(
+    rank: int, world_size: int, stage: int, low: bool, again: bool = False, tangent: bool = False
+) -> int:
     """Bytes that live between a forward and its pull."""
     apply, params = tower()
+    if tangent:
+        of = apply
+        apply = lambda p, x: torch.func.jvp(lambda x: of(p, x), (x,), (x,))[1]  # noqa: E731
     state = fzero.init(params, rule(), stage=stage, bucket_bytes=1)
     x = torch.randn(ROWS, WIDTH)
     with LiveBytes() as live, torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
@@ -437,6 +528,7 @@ def test_between_a_forward_and_its_pull_there_are_activations_alone(stage: int) 
     assert run_ranks(kept_between, 2, stage, True) == [low] * 2
     outputs = ROWS * WIDTH * 4  # for what is run again, of which the user has the inputs
     assert run_ranks(kept_between, 2, stage, False, True) == [outputs] * 2
+    assert run_ranks(kept_between, 2, stage, False, True, True) == [outputs] * 2  # forward mode
 
 
 @pytest.mark.xdist_group("gloo")
@@ -534,6 +626,16 @@ def test_a_retained_pull_that_raises_can_be_called_again() -> None:
     assert pull(state, c_of(0, 0)).progress.backwards == 1
 
 
+def test_cotangents_may_be_made_in_inference_mode() -> None:
+    state = state_at(3)
+    out, pull = fzero.vjp(encode, state)(x_of(0, 0))
+    with torch.inference_mode():
+        c = out.square()
+    found = fzero.full_gradients(pull(state, c, retain=True))
+    for path, gradient in fzero.full_gradients(pull(state, out.square())).items():
+        assert gradient is None or torch.equal(found[path], gradient)
+
+
 OUT: dict[str, Any] = {"x": torch.ones(2), "n": None, "l": [2.0]}
 MISFITS: dict[str, tuple[Any, str]] = {
     "a shape": ({**OUT, "x": torch.ones(3)}, r"out\['x'\] has shape \[3\]"),
@@ -597,7 +699,13 @@ def learns_nothing() -> Any:
 
 
 def pull_of_one() -> Any:
-    return fzero.vjp(encode, state_at(3))(x_of(0, 0))[1]
+    state = state_at(3)
+    return functools.partial(fzero.vjp(encode, state)(x_of(0, 0))[1], state)
+
+
+def twin() -> Any:
+    other = fzero.init(OTHER, fzero.optim.sgd(0.5), stage=3)
+    return fzero.vjp(encode, state_at(3))(x_of(0, 0))[1](other, c_of(0, 0))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -609,18 +717,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "inference mode": (inference, PhaseError, "inference_mode"),
     "another state": (other_state, PhaseError, "at stage 2 .* and vjp .* at stage 3"),
+    "the state of another model of the same architecture": (twin, PhaseError, "another model"),
     "a state that was only read, and updated": (read_state_updated, PhaseError, "at update 1"),
     "a write to a parameter": (writes, LayoutError, "written in place"),
     "a collective of logical ranks": (collective_of_logical_ranks, PhaseError, "several logical"),
-    "a pickle": (lambda: pickle.dumps(pull_of_one()), PhaseError, "pickled or copied"),
-    "a copy": (lambda: copy.deepcopy(pull_of_one()), PhaseError, "pickled or copied"),
+    "a pickle": (lambda: pickle.dumps(pull_of_one().func), PhaseError, "pickled or copied"),
+    "a copy": (lambda: copy.deepcopy(pull_of_one().func), PhaseError, "pickled or copied"),
     "a weight that is a function": (
-        lambda: pull_of_one()(state_at(3), c_of(0, 0), lambda x: 1.0),
+        lambda: pull_of_one()(c_of(0, 0), lambda x: 1.0),
         LayoutError,
         "weight is a function",
     ),
     "a negative weight": (
-        lambda: pull_of_one()(state_at(3), c_of(0, 0), -1.0),
+        lambda: pull_of_one()(c_of(0, 0), -1.0),
         LayoutError,
         "weight=-1.0",
     ),

@@ -28,7 +28,6 @@ from tests.tools.diff.runs import (
 )
 
 norm = sys.modules["fzero.transforms.clip"]
-prepare = sys.modules["fzero.transforms.leaf_slices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +392,7 @@ FAULTS: dict[str, Fault] = {
     "no clipping": Fault(good=clipped(), named="clip", path=FIRST, at=(3, 2)),
     "no clipping on rank 1": Fault(
         good=clipped(),
-        body=clipped(patched(prepare, "clip_factor", no_factor_on_rank_1)),
+        body=clipped(patched(norm, "clip_factor", no_factor_on_rank_1)),
         named="clip",
         path=FIRST,
         ranks=(1,),

@@ -101,7 +101,7 @@ def passes_of(
         if performer is not None and performer in form.pulls:
             place, layouts, forward = form.pulls[performer]
             waits = performer.pulls.get(place) is layouts  # else they were updated since
-            served = Served.ALL << 1 + place if waits else Served.NOBODY
+            served = Served.ALL << 1 + place if waits else form.served
             name = f"{form.name}, forward {forward}"
             own = replace(form, name=name, number=PULLS + place, served=served)
         made.append(Pass(own, some, before=before[i] if before else None))
@@ -611,22 +611,32 @@ def serving_pulls(
             form = pull_of(states, "pull", {performer: Expected(place, wanted)})
             (one,), within = passes_of([states[i] for i in some], form)
             found |= {i: (one, k) for i, (_, k) in zip(some, within, strict=True)}
-            performer.serves |= one.form.served
 
     def now() -> Sequence[TrainState]:
         kept = {i: one.states[place] for i, (one, place) in found.items()}
         return [kept.get(i, state) for i, state in enumerate(states)]
 
     try:
-        yield now if found else None
+        with serving([*{id(one): one for one, _ in found.values()}.values()]):
+            yield now if found else None
     finally:
-        for one in {id(one): one for one, _ in found.values()}.values():
-            one.close()
         for performer, chosen in by_ranks.items():
-            performer.serves = Served.ALL
             updated = {id(states[i].setup.layout) for i in chosen if ends}
             kept = performer.pulls.items()
             performer.pulls = {k: x for k, x in kept if updated.isdisjoint(map(id, x))}
+
+
+@contextmanager
+def serving(passes: Sequence[Pass]) -> Iterator[None]:
+    """Take part, in this block, in those of other ranks with these passes, and close them."""
+    for one in passes:
+        one.performer.serves |= one.form.served
+    try:
+        yield
+    finally:
+        for one in passes:
+            one.performer.serves = Served.ALL
+            one.close()
 
 
 def _by_ranks(states: Sequence[TrainState]) -> dict[Performer, list[int]]:

@@ -37,7 +37,14 @@ from fzero.state.train_state import GivenCall, Weight, weighted_by_some
 from fzero.transforms.accumulate import InAxes, check_axes, parts_of
 from fzero.transforms.accumulate_grad import accumulated, mean_of_nodes, part_of_update, waiting
 from fzero.transforms.autograd import Result, with_full
-from fzero.transforms.backward_pass import agree, functional_of, passes_of, raises_together
+from fzero.transforms.backward_pass import (
+    PassForm,
+    agree,
+    functional_of,
+    passes_of,
+    raises_together,
+    serving,
+)
 from fzero.transforms.models import flatten_states
 
 # The arguments and the weight of a call for each logical rank that a rank carries.
@@ -234,8 +241,11 @@ def call_logical_ranks(
     states: Sequence[TrainState],
     learns: Sequence[bool],
     weights: Sequence[Weight | None],
+    form: PassForm | None = None,
 ) -> tuple[list[TrainState], Result]:
     """Return the states with the mean gradient of all logical ranks, and what the calls gave.
+
+    form: of their passes; None for those of gradient calls.
 
     The value is the mean over all of them, by the weights of this rank's logical ranks if they have
     some, and `aux` has a first dim of those of this rank.
@@ -265,7 +275,7 @@ def call_logical_ranks(
         if several and not rows:
             rows, results = _all_at_once(call, states, setup, partial(_drawn, first))
     if several or any(one.window.is_open for one in states):
-        all_come("which are several on some ranks" if several else "in a window", states)
+        all_come("which are several on some ranks" if several else "in a window", states, form)
     known = [torch.as_tensor(w, dtype=torch.float64) for w in weights if w is not None]
     values = torch.stack([one.value for one in results])
     by = torch.stack([w.to(values.device) for w in known]) if known else None
@@ -297,16 +307,12 @@ def _drawn(state: TrainState, logical_rank: int) -> AbstractContextManager[None]
     )
 
 
-def all_come(how: str, states: Sequence[TrainState]) -> None:
-    """Wait for all ranks: this one serves the gathers of those that carry more."""
+def all_come(how: str, states: Sequence[TrainState], form: PassForm | None = None) -> None:
+    """Wait for all ranks: this one serves the passes, of this form, of those that carry more."""
     gathers = any(one.setup.gathers_by_unit and one.setup.carries_several for one in states)
-    form = functional_of(states, "grad_and_reduce")
-    serving = passes_of(states, form)[0] if gathers else []
-    try:
+    form = form or functional_of(states, "grad_and_reduce")
+    with serving(passes_of(states, form)[0] if gathers else []):
         agree(f"grad_and_reduce of logical ranks, {how}", states)
-    finally:
-        for one in serving:
-            one.close()
 
 
 def _all_at_once(

@@ -293,7 +293,7 @@ class Pull:
             if setup.logical is None:
                 new, _ = pulled(0, known)
             else:
-                new, _ = call_logical_ranks(pulled, known, learns, weights)
+                new, _ = call_logical_ranks(pulled, known, learns, weights, form)
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)

@@ -551,6 +551,45 @@ def forgotten(rank: int, world_size: int) -> tuple[int, int]:
     return found[0], found[-1]
 
 
+@covered(stage=range(4), scale=[None, 2.0**6], later=[True, False])
+def test_a_cotangent_goes_through_the_next_model(
+    stage: int, scale: float | None, later: bool
+) -> None:
+    """h of one model into another one, against plain PyTorch on one process."""
+    torch.manual_seed(4)
+    first, second = nn.Linear(5, 6).double(), nn.Linear(6, 1).double()
+    (one, one_params), (two, two_params) = map(fzero.functionalize, (first, second))
+    x = torch.stack([x_of(0, rank).double() for rank in range(3)])
+
+    def body(rank: int) -> Any:
+        def step_fn(states: Any) -> Any:
+            h, pull = fzero.vjp(one, states["one"])(x[int(rank)])
+            h.requires_grad_()
+            if later:
+                out, next_pull = fzero.vjp(lambda p: two(p, h), states["two"])()
+                b = next_pull(states["two"], 2 * out / out.numel())
+            else:
+                loss = lambda p: two(p, h).square().mean()  # noqa: E731
+                b, _ = fzero.grad_and_reduce(loss, states["two"])()
+            c = h.grad if b.scale is None else h.grad / b.scale.scale
+            states = {"one": pull(states["one"], c), "two": b}
+            return fzero.apply_gradients(states), None
+
+        step = fzero.shard(fzero.scale_loss(step_fn, scale=scale or 1.0), stage=stage)
+        rules = {"one": fzero.optim.sgd(0.1), "two": fzero.optim.sgd(0.1)}
+        states, _ = step(step.init({"one": one_params, "two": two_params}, rules))
+        full = {key: fzero.full_params(state) for key, state in states.items()}
+        return {f"{key}.{path}": p for key, some in full.items() for path, p in some.items()}
+
+    second(first(x.flatten(0, 1))).square().mean().backward()
+    found = each_rank(body, 3)
+    for key, module in (("one", first), ("two", second)):
+        for path, p in module.named_parameters():
+            assert p.grad is not None
+            wanted = (p - 0.1 * p.grad).detach()
+            torch.testing.assert_close(found[f"{key}.{path}"][0], wanted, rtol=1e-12, atol=1e-14)
+
+
 # What is refused, and what goes on.
 
 

@@ -1,6 +1,7 @@
-"""What libraries answer to programs with derivatives: the table of docs/gallery/derivatives.md.
+"""What libraries answer to programs with derivatives: the tables of docs/gallery/derivatives.md.
 
     python benchmarks/gallery/derivatives.py
+    python benchmarks/gallery/derivatives.py --memory
 
 Each peer's program is written as its users write it, and runs on 4 gloo processes of its own, so
 that what one leaves behind harms no other. Its gradient (or H v) is compared with that of one
@@ -10,6 +11,8 @@ process that has all rows; an error is put down as it came.
 # ruff: noqa: E402  (the paths and the allocator come before torch)
 from __future__ import annotations
 
+import argparse
+import gc
 import importlib
 import os
 import re
@@ -37,6 +40,7 @@ derivatives: Any = importlib.import_module("derivatives")  # the example, not th
 RANKS, ROWS, WIDTH = 4, 96, 1536
 MIB = 2**20
 PEERS = ("DDP", "FSDP2", "FSDP2, kept", "DeepSpeed 3")
+TRAINED = ("DDP", "FSDP2", "FSDP2, kept", "FSDP2, kept, resharded")
 PROGRAMS = ("MeanFlow, jvp", "score, jvp", "score, double backward", "PINN, double backward", "H v")
 OBJECTIVE = {"MeanFlow, jvp": "MeanFlow", "score, jvp": "score matching"}
 OBJECTIVE |= {"score, double backward": "score matching", "PINN, double backward": "PINN"}
@@ -244,18 +248,18 @@ def all_bits(stage: int, alone: Any) -> str:
 
 
 class Wide(nn.Module):
-    """MeanFlow's network, wide enough for a rank's memory to be that of its parameters."""
+    """The network of a program, wide enough for a rank's memory to be that of its parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
         super().__init__()
-        ends = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
-        self.layers = nn.ModuleList(
-            [ends[0], *(nn.Linear(WIDTH, WIDTH) for _ in range(6)), ends[1]]
-        )
+        of_small = [x for x in model_of(program).modules() if isinstance(x, nn.Linear)]
+        ends = of_small[0].in_features, of_small[-1].out_features
+        widths = [ends[0], *[WIDTH] * 7, ends[1]]
+        self.layers = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
 
-    def forward(self, z: Tensor, r: Tensor, t: Tensor) -> Tensor:
-        """Return u at points z and times r, t."""
-        x = torch.cat([z, r, t], dim=1)
+    def forward(self, *parts: Tensor) -> Tensor:
+        """Return what the network says of points; MeanFlow has times r and t beside them."""
+        x = torch.cat(parts, dim=1)
         for layer in self.layers[:-1]:
             x = layer(x).tanh()
         return self.layers[-1](x)
@@ -266,44 +270,141 @@ def status_mib(field: str) -> float:
     return int(re.findall(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
-def memory(kind: str) -> str:
-    """Return the memory of a rank above that before the model: after a step, and at its peak."""
+def resharded(kind: str, net: Any) -> None:
+    """Free the whole parameters that are kept, which an update makes old."""
+    if kind.endswith("resharded"):
+        for module in net.modules():
+            if hasattr(module, "reshard"):  # of FSDP2; it is not recursive
+                module.reshard()
+
+
+def memory(kind: str, program: str) -> str:
+    """Return the memory of a rank above that before the model: after a step, and at its peak.
+
+    Each is the median of five steps, after two that are not measured, of the rank with most.
+    """
     warm = torch.nn.Linear(2, 2)
     warm(torch.ones(1, 2)).sum().backward()
+    loss = loss_of(program)
     before = status_mib("VmRSS")
     rows = rows_of()[dist.get_rank() :: RANKS] if kind != "one process" else rows_of()
     if kind.startswith("fzero"):
-        apply, params = fzero.functionalize(Wide())
+        apply, params = fzero.functionalize(Wide(program))
 
-        def loss(p: Any, rows: Tensor) -> Tensor:
-            return derivatives.mean_flow(lambda *x: apply(p, *x), rows)
+        def of_rows(p: Any, rows: Tensor) -> Tensor:
+            return loss(lambda *x: apply(p, *x), rows)
 
         def step_fn(state: Any, rows: Tensor) -> Any:
-            state, value = fzero.grad_and_reduce(loss, state)(rows)
+            state, value = fzero.grad_and_reduce(of_rows, state)(rows)
             return fzero.apply_gradients(state), value
 
         step = fzero.shard(step_fn, stage=int(kind[-1]))
         held = [step.init(params, fzero.optim.adam(1e-4))]
         del params, apply
-        apply = fzero.functionalize(Wide().to("meta"))[0]
+        apply = fzero.functionalize(Wide(program).to("meta"))[0]
 
         def one_step() -> None:
             held[0] = step(held[0], rows)[0]
     else:
-        model: Any = Wide()
-        net = wrapped(kind, model) if kind in PEERS else model
+        model: Any = Wide(program)
+        net = wrapped(kind, model) if kind in TRAINED else model
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
         def one_step() -> None:
-            derivatives.mean_flow(net, rows).backward()
+            loss(net, rows).backward()
             optimizer.step()
             optimizer.zero_grad()
+            resharded(kind, net)
 
     for _ in range(2):
         one_step()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    one_step()
-    return f"{status_mib('VmRSS') - before:.0f} | {status_mib('VmHWM') - before:.0f}"
+    gc.collect()
+    found = []
+    for _ in range(5):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        one_step()
+        found.append([status_mib("VmRSS") - before, status_mib("VmHWM") - before])
+    most = torch.tensor(found).median(0).values
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return f"{most[0]:.0f}, {most[1]:.0f}"
+
+
+def trained(peer: str, program: str) -> str:
+    """Return how far the parameters are from one process after three steps, or an error."""
+    loss, rows = loss_of(program), rows_of()
+
+    def three_steps(net: Any, model: nn.Module, rows: Tensor) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for number in range(3):
+            try:
+                loss(net, rows).backward()
+            except Exception as error:
+                first = next(line for line in str(error).splitlines() if line.strip())
+                raise RuntimeError(f"step {number + 1}: {type(error).__name__}: {first}") from error
+            optimizer.step()
+            optimizer.zero_grad()
+            resharded(peer, net)
+        return [whole(p.detach()) for p in model.parameters()]
+
+    plain, model = model_of(program), model_of(program)
+    wanted = three_steps(plain, plain, rows)
+    try:
+        return distance(
+            three_steps(wrapped(peer, model), model, rows[dist.get_rank() :: RANKS]), wanted
+        )
+    except RuntimeError as error:
+        return str(error)[:300]
+
+
+def kept_or(place: Path, measure: Callable[[], str]) -> str:
+    """Return what was measured before, or measure it and keep it."""
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(measure())
+        print(f"{place.name}: {place.read_text()}", flush=True)
+    return place.read_text()
+
+
+def steps_and_memory(kept: Path) -> list[str]:
+    """Return two tables: what peers answer in three steps, and memory where they answer."""
+    programs = PROGRAMS[:-1]  # no peer answers H v
+    head = [f"| | {' | '.join(programs)} |", "|---" * (len(programs) + 1) + "|"]
+    steps = {
+        (peer, program): kept_or(
+            kept / f"steps of {peer}, {program}",
+            lambda peer=peer, program=program: in_ranks(trained, peer, program),
+        )
+        for peer in TRAINED
+        for program in programs
+    }
+    rows = [
+        f"| {peer} | {' | '.join(steps[peer, program] for program in programs)} |"
+        for peer in TRAINED
+    ]
+    found = []
+    for kind in ("one process", *(f"fzero, stage {s}" for s in range(4)), *TRAINED):
+        world = 1 if kind == "one process" else RANKS
+        cells = [
+            kept_or(
+                kept / f"{kind}, {program}",
+                lambda kind=kind, program=program, world=world: in_ranks(
+                    memory, kind, program, world=world
+                ),
+            )
+            if steps.get((kind, program), "equal").startswith("equal")
+            else "-"
+            for program in programs
+        ]
+        found.append(f"| {kind} | {' | '.join(cells)} |")
+    count = sum(p.numel() for p in Wide("score, jvp").parameters())
+    intro = (
+        f"\nMemory of a rank in MiB above that before the model, after a step and at its peak:"
+        f" medians of five steps, of that of {RANKS} ranks which has most."
+        f" {count / 1e6:.1f} million parameters ({count * 4 / MIB:.0f} MiB) with Adam."
+        " `-`: an error, see above.\n"
+    )
+    return ["\n".join([*head, *rows]), intro, "\n".join([*head, *found]), ""]
 
 
 def in_ranks(fn: Callable[..., Any], *args: Any, world: int = RANKS) -> str:
@@ -317,6 +418,20 @@ def in_ranks(fn: Callable[..., Any], *args: Any, world: int = RANKS) -> str:
 
 def main() -> None:
     """Measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--memory", action="store_true", help="measure steps and memory instead")
+    parser.add_argument("--kept", type=Path, default=Path("/tmp/derivatives"), help="of --memory")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args()
+    if args.memory:
+        intro = (
+            f"{RANKS} gloo processes, {ROWS} rows in all, fp32. First, how far the parameters are"
+            " from those of one process after three steps of SGD, or the error. `resharded`:"
+            " `reshard()` of each module after each update.\n"
+        )
+        tables = steps_and_memory(args.kept)
+        print(write_report(args.out, "gallery-derivatives-memory", tables, intro=intro).read_text())
+        return
     alone = {s: {p: of_bits(s, p, None) for p in PROGRAMS} for s in (0, 3)}  # no ranks yet
     rows = [f"| | {' | '.join(PROGRAMS)} |", "|---" * (len(PROGRAMS) + 1) + "|"]
     for stage in range(4):
@@ -329,24 +444,13 @@ def main() -> None:
         found = [in_ranks(answer, peer, program).replace("|", "/") for program in PROGRAMS]
         rows.append(f"| {peer} | {' | '.join(found)} |")
         print(rows[-1], flush=True)
-    held = ["| | after a step, MiB | peak of a step, MiB |", "|---|---|---|"]
-    held.append(f"| one process | {in_ranks(memory, 'one process', world=1)} |")
-    held += [f"| fzero, stage {s} | {in_ranks(memory, f'fzero {s}')} |" for s in range(4)]
-    count = sum(p.numel() for p in Wide().parameters())
     intro = (
         f"{RANKS} gloo processes, {ROWS} rows in all, fp32. A cell says how far the gradient"
         " (or H v) is from one process's, relative to the largest element of a parameter."
         " `FSDP2, kept` has `reshard_after_forward=False` and `set_reshard_after_backward(False)`:"
         " whole parameters stay.\n"
     )
-    title = (
-        f"\nMemory of a rank above that before the model, MeanFlow by {count:,} parameters"
-        f" ({count * 4 / MIB:.0f} MiB) with Adam, rank 0:\n"
-    )
-    path = write_report(
-        ROOT / "benchmarks" / "results", "gallery-derivatives",
-        ["\n".join(rows), title, "\n".join(held), ""], intro=intro,
-    )  # fmt: skip
+    path = write_report(args.out, "gallery-derivatives", ["\n".join(rows), ""], intro=intro)
     print(path.read_text())
 
 

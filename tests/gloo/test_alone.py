@@ -64,4 +64,5 @@ def test_init_on_one_rank_names_the_rank_that_did_not_come(
     script.write_text(SCRIPT)
     monkeypatch.setitem(os.environ, "FZERO_TIMEOUT_S", "3")
     done = spawn_script(script, 2)
-    assert "seen (1,) rank 1 " in done.stdout and "Usual cause: init" in done.stdout, done.stderr
+    assert "seen (1,) rank 1 has ended its program" in done.stdout, done.stderr
+    assert "Usual cause: a call of fzero that some ranks make alone" in done.stdout, done.stdout
